@@ -6,6 +6,7 @@ came before."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,28 +50,86 @@ SCRIPT = {
 complete a call, it would go on by itself."""
 
 
-def make_script_tokenizer() -> Any:
-    """A Qwen2 tokenizer without merges: what any folder of a Qwen2 is read as."""
+CALL_HEAD = '<tool_call>{"name": "python", "arguments": {"code": "'
+CALL_TAIL = '"}}</tool_call>'
+START = "<|im_start|>"
+CHAT_END = "<|im_end|>"
+CHAT_PIECES = (START, HEAD, CALL_HEAD, *CODES, CALL_TAIL, "\r", ANSWER, NO_ANSWER)
+CHAT_SCRIPT = {
+    PROMPT[-1]: (HEAD,),
+    HEAD: (CALL_HEAD,),
+    CALL_HEAD: CODES,
+    **{code: (CALL_TAIL,) for code in CODES},
+    CALL_TAIL: (CHAT_END, "\r"),
+    "\r": (CALL_HEAD,),
+    "\n": (HEAD, ANSWER, NO_ANSWER),
+    ANSWER: (CHAT_END,),
+    NO_ANSWER: (CHAT_END,),
+}
+"""The script in a chat: "\n" is the end of a prompt or of outputs, and "\r" stands between two calls of a
+turn, whose end is CHAT_END."""
+
+
+def chat_number_of(piece: str) -> int:
+    """The token of a piece of CHAT_SCRIPT."""
+    if piece == CHAT_END:
+        return EOS
+    if piece in CHAT_PIECES:
+        return FIRST_PIECE + CHAT_PIECES.index(piece)
+    return number_of(piece)
+
+
+def make_script_tokenizer(
+    pieces: Sequence[str] = PIECES, eos: str = "<eos>", special: Sequence[str] = ()
+) -> Any:
+    """A Qwen2 tokenizer without merges: what any folder of a Qwen2 is read as.
+
+    `special` are those of the pieces that are special tokens."""
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import Qwen2Tokenizer
 
     byte_level = ByteLevel(add_prefix_space=False, use_regex=False)
-    texts = ["\n", *(chr(code) for code in range(32, 127)), *PIECES]
-    names = ["<pad>", "<eos>", "<unk>"]
-    names += [byte_level.pre_tokenize_str(text)[0][0] for text in texts]
+    texts = ["\n", *(chr(code) for code in range(32, 127)), *pieces]
+    names = ["<pad>", eos, "<unk>"]
+    names += [
+        text if text in special else byte_level.pre_tokenize_str(text)[0][0] for text in texts
+    ]
     names += [f"<{number}>" for number in range(SIZE - len(names))]
     return Qwen2Tokenizer(
         vocab={name: number for number, name in enumerate(names)},
         merges=[],
         pad_token="<pad>",
-        eos_token="<eos>",
+        eos_token=eos,
         unk_token="<unk>",
+        additional_special_tokens=list(special),
         clean_up_tokenization_spaces=False,
     )
 
 
 def make_script_model(folder: Path, positions: int = 1024) -> Path:
     """A model of two layers that follows SCRIPT, in Hugging Face form."""
+    successors = {
+        number_of(before): list(map(number_of, after)) for before, after in SCRIPT.items()
+    }
+    successors |= {number_of(piece): [EOS] for piece in (ANSWER, NO_ANSWER)}
+    return _save(folder, successors, tokenizer=make_script_tokenizer(), positions=positions)
+
+
+def make_chat_script_model(folder: Path, positions: int = 1024) -> Path:
+    """A model that follows CHAT_SCRIPT, whose tokenizer has a chat template with tools."""
+    from tests.data.tool_chat_templates import TOOL_CHATS
+
+    successors = {
+        chat_number_of(before): list(map(chat_number_of, after))
+        for before, after in CHAT_SCRIPT.items()
+    }
+    tokenizer = make_script_tokenizer(CHAT_PIECES, CHAT_END, special=(START,))
+    tokenizer.chat_template = TOOL_CHATS["qwen2.5"]
+    return _save(folder, successors, tokenizer=tokenizer, positions=positions)
+
+
+def _save(folder: Path, successors: dict[int, list[int]], tokenizer: Any, positions: int) -> Path:
+    """Write a model whose tokens have these successors, each as likely."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(3)
@@ -87,10 +146,6 @@ def make_script_model(folder: Path, positions: int = 1024) -> Path:
         pad_token_id=0,
     )
     model = Qwen2ForCausalLM(config).float()
-    successors = {
-        number_of(before): list(map(number_of, after)) for before, after in SCRIPT.items()
-    }
-    successors |= {number_of(piece): [EOS] for piece in (ANSWER, NO_ANSWER)}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:
@@ -102,5 +157,5 @@ def make_script_model(folder: Path, positions: int = 1024) -> Path:
             for number in after:
                 model.lm_head.weight[number, before] += SURE / SIZE**0.5
     model.save_pretrained(folder)
-    make_script_tokenizer().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder

@@ -91,6 +91,8 @@ class ToolCall:
     """CPU time that counts towards the completion's limit."""
     is_cut: bool = False
     """Whether the output was longer than the model was shown."""
+    ends_turn: bool = False
+    """Whether it ended a turn of a chat, so that it is no part of the answer."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,12 @@ class Completion:
         """The sampled text in front of the first output, between outputs and behind the last."""
         positions = [0, *(call.position for call in self.calls), len(self.text)]
         return [self.text[start:end] for start, end in itertools.pairwise(positions)]
+
+    @property
+    def answer_text(self) -> str:
+        """The text that is judged: all that was sampled; of a chat with calls the last turn."""
+        ends_turn = bool(self.calls) and self.calls[-1].ends_turn
+        return self.turns[-1] if ends_turn else self.text
 
     @property
     def n_sampled(self) -> int:
@@ -212,8 +220,8 @@ class PartialCompletion:
             calls=self.calls,
         )
 
-    def answered(self, call: ToolCall, token_ids: Sequence[int]) -> PartialCompletion:
-        """The completion with a call's output behind, which `token_ids` show to the model."""
+    def answered(self, calls: Sequence[ToolCall], token_ids: Sequence[int]) -> PartialCompletion:
+        """The completion with outputs of a turn's calls, which `token_ids` show to the model."""
         latest = self.segments[-1]
         longer = self.extended(
             token_ids,
@@ -222,7 +230,7 @@ class PartialCompletion:
             step=latest.step,
             sampled=False,
         )
-        return replace(longer, calls=(*self.calls, call))
+        return replace(longer, calls=(*self.calls, *calls))
 
     def finished(self, sample_index: int, text: str, finish_reason: FinishReason) -> Completion:
         """The whole completion."""
@@ -245,7 +253,7 @@ def turn_tokens(completion: PartialCompletion | Completion) -> int:
     """Tokens that the model sampled behind all that others wrote into the completion.
 
     >>> once = PartialCompletion().extended((7, 8), (-0.5, -0.5), policy_version=4, step=2)
-    >>> turn_tokens(once), turn_tokens(once.answered(ToolCall("1", "1", "ok", position=3), [9]))
+    >>> turn_tokens(once), turn_tokens(once.answered([ToolCall("1", "1", "ok", position=3)], [9]))
     (2, 0)
     """
     tokens = len(completion.token_ids)

@@ -61,9 +61,9 @@ def _beside_run(model: Path, run: Path) -> Iterator[tuple[bool, str]]:
     from rlmath.checkpoint.hf.headers import fingerprint_to_compare, model_fingerprint
     from rlmath.checkpoint.hf.metadata_files import read_metadata_files
     from rlmath.config.load import load_config
-    from rlmath.data.chat import chat_settings
     from rlmath.data.stop_tokens import stop_token_ids
     from rlmath.data.tokenizer import load_tokenizer
+    from rlmath.data.tool_chats import run_chat_settings
     from rlmath.run.recovery.tokenizer_changes import tokenizer_changes
 
     checkpoints, notes = complete_checkpoints(run / CHECKPOINTS_FOLDER)
@@ -81,7 +81,7 @@ def _beside_run(model: Path, run: Path) -> Iterator[tuple[bool, str]]:
             f"started from ({folder})",
         )
     settings = load_config([folder / SETTINGS], [], saved=True)
-    tokenizer = load_tokenizer(str(model), "--model", chat_settings(settings.data))
+    tokenizer = load_tokenizer(str(model), "--model", run_chat_settings(settings))
     vocabulary = read_model_shape(model, "--model").vocab_size
     stops = stop_token_ids(str(model), tokenizer, vocabulary)
     changes = list(tokenizer_changes(model, read_metadata_files(model), folder, stops))

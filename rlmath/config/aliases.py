@@ -124,8 +124,8 @@ VERL = {
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": (
         f"`policy.max_tokens_per_microbatch`, {_TOKENS}"
     ),
-    "actor_rollout_ref.rollout.multi_turn.enable": "`tools.format: fence`, with Python as the one "
-    "tool",
+    "actor_rollout_ref.rollout.multi_turn.enable": "`tools.format: chat` or `fence`, with "
+    "Python as the one tool",
     "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": "`tools.max_calls` = this - 1",
     "actor_rollout_ref.rollout.multi_turn.max_tool_response_length": "`tools.max_output_tokens`, in "
     "tokens, not in characters",
@@ -288,8 +288,8 @@ TRL = {
     "num_generations": "`rollout.group_size`",
     "num_generations_eval": "`validation.samples`",
     "max_completion_length": "`rollout.max_new_tokens`",
-    "max_tool_calling_iterations": "`tools.max_calls`; `tools.format: fence` has Python as the one "
-    "tool",
+    "max_tool_calling_iterations": "`tools.max_calls`; `tools.format: chat` and `fence` have "
+    "Python as the one tool",
     "max_length": "`sft.max_sequence_tokens` (of SFTConfig): longer sequences are dropped, not cut",
     "max_seq_length": "`sft.max_sequence_tokens` (of SFTConfig): longer sequences are dropped, "
     "not cut",

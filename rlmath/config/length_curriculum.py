@@ -16,7 +16,9 @@ from rlmath.config.help import counted
 from rlmath.config.schema import Config, StagesConfig, ToolsConfig, ValidationConfig
 
 BOUNDARY_TOKENS = 16
-"""Most tokens around the output of a tool: as many as its fences have bytes."""
+"""Most tokens around the output of a tool in fences: as many as these have bytes."""
+CHAT_BOUNDARY_TOKENS = 64
+"""Most tokens that a chat template may write around an output, to where the next turn begins."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,12 @@ def tool_tokens(tools: ToolsConfig) -> int:
     """Most tokens that tools write into a completion."""
     if tools.format is None:
         return 0
-    return tools.max_calls * (tools.max_output_tokens + BOUNDARY_TOKENS)
+    return tools.max_calls * (tools.max_output_tokens + boundary_tokens(tools))
+
+
+def boundary_tokens(tools: ToolsConfig) -> int:
+    """Most tokens around an output."""
+    return CHAT_BOUNDARY_TOKENS if tools.format == "chat" else BOUNDARY_TOKENS
 
 
 def measured_tools(tools: ToolsConfig) -> dict[str, Any] | None:
@@ -206,7 +213,9 @@ def sequence_text(config: Config, keys: bool = True) -> str:
     """The longest sequence as a sum for messages, named by its settings or in numbers."""
     if keys:
         names = "data.max_prompt_tokens + rollout.max_new_tokens"
-        outputs = f" + tools.max_calls x (tools.max_output_tokens + {BOUNDARY_TOKENS})"
+        outputs = (
+            f" + tools.max_calls x (tools.max_output_tokens + {boundary_tokens(config.tools)})"
+        )
         return names + (outputs if config.tools.format is not None else "")
     sampled = f"{config.data.max_prompt_tokens} + {config.rollout.max_new_tokens}"
     return sampled + (f" + {tokens}" if (tokens := tool_tokens(config.tools)) else "")

@@ -264,8 +264,8 @@ class SftConfig:
     """Supervised training, `rlmath sft`: cross-entropy on completions.
 
     It uses run, model, data (files of prompts with completions), parallel, policy, optimizer,
-    telemetry and save, too, and of tools the format and max_output_tokens; the other sections have
-    no effect there."""
+    telemetry and save, too, and of tools the format "fence" and max_output_tokens; the other
+    sections have no effect there."""
 
     max_sequence_tokens: Annotated[int, Range(2)] = 4096
     """Longer sequences (prompt and completion) are dropped, and counted on the console."""
@@ -471,9 +471,11 @@ class RolloutConfig:
 class ToolsConfig:
     """A Python tool that completions call while they are sampled; see docs/tool_use.md."""
 
-    format: Literal["fence"] | None = None
+    format: Literal["fence", "chat"] | None = None
     """Form of a call: "fence", a block of kind python in the text, behind which a block of kind
-    output is put, for models that have no form of their own. null: no tool."""
+    output is put, for models that have no form of their own; "chat", that of the model's chat
+    template (Qwen2.5, Qwen3, Llama 3, Mistral, SmolLM3), whose prompts then show the tool. null: no
+    tool."""
     max_calls: Annotated[int, Range(1, 1000)] = 8
     """Most calls of a completion; one that makes another is cut off, as at
     rollout.max_new_tokens."""

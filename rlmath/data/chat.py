@@ -122,6 +122,8 @@ class ChatSettings:
         "data.system_prompt",
     )
     """Names of the three settings in errors."""
+    tool: Message | None = None
+    """The schema of the tool that all prompts show; None: those of their rows."""
 
     @property
     def head(self) -> str:
@@ -154,6 +156,11 @@ class ChatSettings:
             turn = repr([{"role": "system", "content": self.system_prompt}])
             lines.append("{%- if messages[0].role != 'system' %}{%- set messages = ")
             lines.append(f"{turn} + messages %}}{{%- endif %}}")
+        if self.tool is not None:
+            refusal = "the row has tools of its own, and tools.format=chat has Python alone"
+            lines.append(f"{{%- if tools %}}{{{{ raise_exception({refusal!r}) }}}}{{%- endif %}}")
+            # SmolLM3's template names its tools by how they are called.
+            lines.append(f"{{%- set tools = {[self.tool]!r} %}}{{%- set xml_tools = tools %}}")
         # Without the "+" the template would lose a line's end after the head.
         return "".join(lines).removesuffix("%}") + "+%}" * bool(lines)
 

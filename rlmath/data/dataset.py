@@ -43,6 +43,7 @@ from rlmath.data.sft_sequences import (
 )
 from rlmath.data.stop_tokens import stop_token_ids
 from rlmath.data.tokenizer import load_tokenizer, prompt_tokens, usable_prompts
+from rlmath.data.tool_chats import run_chat_settings
 from rlmath.data.tool_fences import FenceFormat
 from rlmath.rewards.several_rewards import MeasuredRows, is_verified, rules_of
 from rlmath.workers.user_functions import form_hook, template_hook, word_or_function
@@ -128,12 +129,12 @@ def load_inputs(config: Config, shape: ModelShape) -> Inputs:
 
     ValueError for unreadable data, too few prompts for one step, or tokens that the model does not
     know."""
-    tokenizer = load_tokenizer(config.model.path, settings=chat_settings(config.data))
+    tokenizer = load_tokenizer(config.model.path, settings=run_chat_settings(config))
     prompt_files = load_prompt_files(config, tokenizer)
     sequences = [*(prompt.token_ids for prompt in prompt_files.prompts), (tokenizer.eos_token_id,)]
     check_vocabulary(sequences, tokenizer, shape.vocab_size, source="data.train_path")
     stops = stop_token_ids(config.model.path, tokenizer, shape.vocab_size)
-    named_template = chat_settings(config.data).named_template(tokenizer)
+    named_template = run_chat_settings(config).named_template(tokenizer)
     return Inputs(
         **vars(prompt_files),
         tokenizer=tokenizer,
@@ -226,7 +227,7 @@ def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
     data = config.data
     sft = config.sft
     fences = None
-    if config.tools.format is not None:
+    if config.tools.format == "fence":
         fences = FenceFormat(tokenizer, config.tools.max_output_tokens)
     paths = train_paths(config.data)
     held_out_paths = [] if sft.held_out_path is None else [sft.held_out_path]

@@ -28,7 +28,7 @@ from rlmath.data.chat import Piece, generation_prompt
 from rlmath.data.columns import Message, arguments_text, calls_of
 from rlmath.data.rows import PromptRow, RowError
 from rlmath.data.tokenizer import asked, completion_text
-from rlmath.data.tool_fences import FenceFormat
+from rlmath.data.tool_formats import open_format
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -173,12 +173,20 @@ def call_picture(
     prompt: str, prompt_ids: Sequence[int], tools: ToolsConfig, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[str, ...]:
     """A prompt with a made-up answer that calls a tool, and what is put behind the call."""
-    call = "We compute it.\n```python\nprint(6 * 7)\n```"
-    output = FenceFormat(tokenizer, tools.max_output_tokens).output(call, "42\n")
+    tool_format = open_format(tokenizer, tools)
+    call = tool_format.example
+    turn_ids = tokenizer(call, add_special_tokens=False)["input_ids"]
+    calls = tool_format.calls_in(turn_ids)
+    if len(calls) != 1:
+        raise ValueError(
+            f'tools.format is "{tools.format}", and the tokens of {call!r} are no call: the '
+            "tokenizer changes the text. Set tools.format=null, or use another model"
+        )
+    outputs = tool_format.outputs(turn_ids, calls, ["42\n"])
     pieces = [
         [Part("prompt", prompt)],
         [Part("sampled", call, learned=True)],
-        [Part("given", completion_text(tokenizer, output.token_ids, stopped=False))],
+        [Part("given", completion_text(tokenizer, outputs.token_ids, stopped=False))],
         [Part("sampled", "The answer is \\boxed{42}.", learned=True)],
     ]
     return _drawn(pieces, tokenizer, prompt_ids)

@@ -16,18 +16,15 @@ Pure.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlmath.algorithms.types import Completion, Prompt
-from rlmath.answers.extraction import extract_answer
 from rlmath.config.length_curriculum import BOUNDARY_TOKENS
-from rlmath.config.schema import ToolsConfig
 from rlmath.data.chat import Piece, chat_end
 from rlmath.data.rows import RowError
 from rlmath.data.tokenizer import completion_text
-from rlmath.rewards.reward_manager import text_to_verify
+from rlmath.data.tool_outputs import OutputTokens, SampledCall, ShownOutputs
 from rlmath.sandbox.calls import LEAST_OUTPUT
 from rlmath.sandbox.shown import shown_text
 
@@ -43,8 +40,6 @@ _OUTPUT_OPENING = re.compile(r"^```output\b", re.MULTILINE)
 _LATEST = 8
 """Tokens in which a marker is looked for that the last of them completes; it has four
 characters."""
-_BEFORE = ("a", "\n", "(", "1")
-"""Texts behind which a part of a text is tokenized, the first with which it does not merge."""
 _OUTPUT_CHARACTERS = 16
 """Most characters of an output for each of its tokens."""
 _EXAMPLE = "```python\nprint(1)\n```\n```output\n1\n```\n"
@@ -68,7 +63,6 @@ class FenceFormat:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, max_output_tokens: int) -> None:
         """ValueError where the tokenizer cannot write a call."""
         self.tokenizer = tokenizer
-        self._before_ids = {before: self._plain_ids(before) for before in _BEFORE}
         self._max_output_tokens = max_output_tokens
         self.can_complete = frozenset(
             token_id
@@ -76,16 +70,9 @@ class FenceFormat:
             if "`" in token or token == "<0x60>"
         )
         """Tokens that can be the last one of a call."""
-        added = {
-            token_id: token.content
-            for token_id, token in tokenizer.added_tokens_decoder.items()
-            if token.content.strip()
-        }
-        special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
-        self._control = frozenset({**added, **special})
-        contents = sorted({*added.values(), *special.values()} - {""}, key=len, reverse=True)
-        self._control_text = re.compile("|".join(map(re.escape, contents)) or r"(?!)")
-        if (read := self.text_of(self._encoded(_EXAMPLE))) != _EXAMPLE:
+        self.example = "We compute it.\n```python\nprint(6 * 7)\n```"
+        self._tokens = OutputTokens(tokenizer)
+        if (read := self.text_of(self._tokens.encoded(_EXAMPLE))) != _EXAMPLE:
             raise ValueError(
                 f'tools.format is "fence", and the tokenizer of the model reads {_EXAMPLE!r} as '
                 f"{read!r}. Needed is a tokenizer with newlines and backticks; or set "
@@ -110,21 +97,21 @@ class FenceFormat:
         It has at most `max_output_tokens` and BOUNDARY_TOKENS tokens: of a longer text the
         beginning and the end, with the number of tokens that are left out between them. The text
         can neither end its fence nor make a special token."""
-        text = self._as_read(printed)
+        text = self._tokens.as_read(printed)
         while "```" in text:
-            text = self._as_read(text.replace("```", "'''"))
+            text = self._tokens.as_read(text.replace("```", "'''"))
         head = "" if turn.endswith("\n") else "\n"
         limit = self._max_output_tokens + BOUNDARY_TOKENS
-        token_ids = self._encoded(_block(head, text))
+        token_ids = self._tokens.encoded(_block(head, text))
         if len(token_ids) <= limit:
             return ShownOutput(token_ids, text, is_cut=False)
-        text_ids = self._encoded(text)
+        text_ids = self._tokens.encoded(text)
         cut_text = text
         length = self._max_output_tokens
         while len(token_ids) > limit:
             length = max(0, length - 8)
-            cut_text = self._cut(text_ids, length)
-            token_ids = self._encoded(_block(head, cut_text))
+            cut_text = self._tokens.cut(text_ids, length)
+            token_ids = self._tokens.encoded(_block(head, cut_text))
             assert length or len(token_ids) <= limit, "an output of nothing is too long"
         return ShownOutput(token_ids, cut_text, is_cut=True)
 
@@ -160,50 +147,22 @@ class FenceFormat:
         before_mark = "".join(f"|(?={re.escape(mark)})" for mark in marks)
         return re.compile(rf"```[ \t\r]*(?:\n|\Z{before_mark})")
 
-    def _cut(self, text_ids: Sequence[int], length: int) -> str:
-        """The text of the first and the last of some tokens, `length` in all."""
-        left_out = len(text_ids) - length
-        first = self.text_of(text_ids[: length // 2]).rstrip("\ufffd")
-        last = self.text_of(text_ids[length // 2 + left_out :]).lstrip("\ufffd")
-        return f"{first}\n[... {left_out:,} tokens left out ...]\n{last}"
+    def turn_text(self, turn_ids: Sequence[int]) -> str:
+        """The text of a turn that ended with a call."""
+        return self.text_of(turn_ids)
 
-    def _as_read(self, printed: str) -> str:
-        """A printed text as its tokens say it: the tokenizer may change or not know characters."""
-        return self.text_of(self._encoded(f"\n{printed}")).removeprefix("\n")
+    def calls_in(self, turn_ids: Sequence[int]) -> tuple[SampledCall, ...]:
+        """The call in these sampled tokens; () where no call is complete."""
+        code = self.call_in(turn_ids)
+        return () if code is None else (SampledCall(code),)
 
-    def _encoded(self, text: str) -> list[int]:
-        """Tokens of a text inside of a completion, none of which is special or was added.
-
-        Characters that the tokenizer does not know are left out."""
-        token_ids = [token_id for part in self._split(text) for token_id in self._part_ids(part)]
-        return [token_id for token_id in token_ids if token_id not in self._control]
-
-    def _split(self, text: str) -> Iterator[str]:
-        """The text, cut inside of every text of a control token."""
-        start = 0
-        while (control := self._control_text.search(text, start)) is not None:
-            yield text[start : control.start() + 1]
-            start = control.start() + 1
-        yield text[start:]
-
-    def _part_ids(self, part: str) -> list[int]:
-        """Tokens of a part of a text, without the space that tokenizers put before a text."""
-        for before, before_ids in self._before_ids.items():
-            token_ids = self._plain_ids(before + part)
-            if before_ids and token_ids[: len(before_ids)] == before_ids:
-                return token_ids[len(before_ids) :]
-        return self._plain_ids(part)
-
-    def _plain_ids(self, text: str) -> list[int]:
-        return self.tokenizer(
-            text, add_special_tokens=False, split_special_tokens=True, verbose=False
-        )["input_ids"]
-
-
-def check_fences(tokenizer: PreTrainedTokenizerFast, tools: ToolsConfig) -> None:
-    """ValueError where there are tools and the tokenizer cannot write a call."""
-    if tools.format is not None:
-        FenceFormat(tokenizer, tools.max_output_tokens)
+    def outputs(
+        self, turn_ids: Sequence[int], calls: Sequence[SampledCall], printed: Sequence[str]
+    ) -> ShownOutputs:
+        """What the model is shown behind a turn, whose single call `printed` a text."""
+        (text,) = printed
+        output = self.output(self.text_of(turn_ids), text)
+        return ShownOutputs(output.token_ids, [output.text], [output.is_cut])
 
 
 def code_in(turn: str) -> str | None:
@@ -302,19 +261,6 @@ def has_output(answer: str) -> bool:
 def most_output_characters(max_output_tokens: int) -> int:
     """Most characters that a sandbox shows of an output, whose tokens are then counted."""
     return max(LEAST_OUTPUT, _OUTPUT_CHARACTERS * max_output_tokens)
-
-
-def has_void_turn(prompt: Prompt, completion: Completion, answer_from: str | None) -> bool:
-    """Whether the last turn of a completion has neither a call nor an answer.
-
-    `answer_from` is as `reward.answer_from`; None: what ends by itself is an answer."""
-    *before, turn = completion.turns
-    if code_in(turn) is not None:
-        return False
-    if answer_from is None:
-        return completion.finish_reason != "stop"
-    text = text_to_verify(prompt.text + "".join(before), turn)
-    return extract_answer(text, answer_from) is None
 
 
 def _block(head: str, text: str) -> str:

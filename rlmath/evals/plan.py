@@ -14,6 +14,7 @@ from rlmath.config.run_files import write_whole
 from rlmath.config.schema import Template, ToolsConfig
 from rlmath.config.setting_types import Range
 from rlmath.data.chat import ChatSettings
+from rlmath.data.tool_chats import settings_with_tool
 from rlmath.evals.pass_at_k import MOST_SAMPLES
 from rlmath.rollout.sampling import request_seed
 from rlmath.workers.hooks import NEEDED, Hook, function_problem, hook_of, plugin_problem
@@ -111,9 +112,10 @@ class Plan:
     @property
     def chat(self) -> ChatSettings:
         names = ("--chat-template", "--chat-template-kwarg", "--system-prompt")
-        return ChatSettings(
+        settings = ChatSettings(
             self.chat_template, self.chat_template_kwargs, self.system_prompt, names
         )
+        return settings_with_tool(settings, self.tools)
 
     @property
     def template_hook(self) -> Hook | None:

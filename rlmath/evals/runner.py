@@ -25,7 +25,8 @@ from rlmath.config.length_curriculum import measured_tools, tool_tokens
 from rlmath.config.schema import RewardConfig, RolloutConfig, RunConfig
 from rlmath.data.stop_tokens import stop_token_ids
 from rlmath.data.tokenizer import load_tokenizer
-from rlmath.data.tool_fences import check_fences
+from rlmath.data.tool_chats import OPTIONS, check_shown
+from rlmath.data.tool_formats import check_format
 from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.device import Device, init_process_group, open_device
 from rlmath.distributed.fault_tolerance.exit_codes import clear_exit_status
@@ -228,7 +229,10 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: WorkerPool, device: Devic
         default_new_tokens=plan.default_new_tokens,
         tool_tokens=tool_tokens(plan.tools),
     )
-    check_fences(tokenizer, plan.tools)
+    check_format(tokenizer, plan.tools, vocab_size=None, names=OPTIONS)
+    for benchmark in benchmarks:
+        texts = [problem.text for problem in benchmark.problems]
+        check_shown(texts, plan.tools, source=benchmark.name, names=OPTIONS)
     common = {
         "about_model": str(plan.model),
         "about_model_folder": str(model.source),

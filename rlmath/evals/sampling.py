@@ -26,7 +26,7 @@ from rlmath.evals.completions import CompletionRecord, Writer
 from rlmath.evals.plan import GREEDY_INDEX, Plan, completion_seed
 from rlmath.rewards.reward_manager import text_to_verify
 from rlmath.rollout.collector import SamplingProgress
-from rlmath.rollout.engine import continues_noise, end_engine, open_standalone
+from rlmath.rollout.engine import continues_noise, end_engine, open_standalone, stop_tokens
 from rlmath.rollout.engine_tools import open_tools
 from rlmath.rollout.running_completions import RunningCompletions
 from rlmath.rollout.sampling import Request
@@ -99,11 +99,20 @@ def sample_missing(
     store = shared_store("evaluation")
     work_queue = WorkQueue(store, requests, mesh, rollout.max_num_seqs)
     needs_tokenizer = pool is not None or plan.tools.format is not None
-    tokenizer = load_tokenizer(str(tokenizer_folder)) if needs_tokenizer else None
+    tokenizer = None
+    if needs_tokenizer:
+        settings = plan.chat if plan.tools.format == "chat" else None
+        tokenizer = load_tokenizer(str(tokenizer_folder), "--model", settings)
     with ExitStack() as stack:
         tools = None
         if tokenizer is not None:
-            tools = open_tools(plan.tools, tokenizer, mesh, continues_noise(llm))
+            tools = open_tools(
+                plan.tools,
+                tokenizer,
+                mesh,
+                continues_noise=continues_noise(llm),
+                stop_token_ids=stop_tokens(llm),
+            )
         if tools is not None:
             stack.callback(tools.close)
         if pool is None:
@@ -184,7 +193,7 @@ class Verification:
         """Queue a completion for the workers, and write the records that are done."""
         problem = self._problems[request.key[0]]
         if self._scorer is None:
-            text = text_to_verify(problem.text, completion.text)
+            text = text_to_verify(problem.text, completion.answer_text)
             future = self._pool.submit(
                 text, problem.solutions, problem.task, question=problem.question
             )
@@ -212,7 +221,7 @@ class Verification:
         verdict = future.result()
         if isinstance(verdict, FunctionResult):
             # For the vote of maj@k, which compares answers.
-            text = text_to_verify(problem.text, completion.text)
+            text = text_to_verify(problem.text, completion.answer_text)
             answer = extract_answer(text, self._answer_from) or ""
             extracted = split_boxes(answer)[0][:MAX_ANSWER_CHARS]
             correct = verdict.failure is None and verdict.reward > 0

@@ -28,11 +28,11 @@ from rlmath.config.schema import (
     ValidationConfig,
 )
 from rlmath.config.terminal import escape_terminal
-from rlmath.data.chat import chat_settings
 from rlmath.data.dataset import Inputs
 from rlmath.data.order import PromptOrder
 from rlmath.data.stop_tokens import stop_token_ids
 from rlmath.data.tokenizer import load_tokenizer
+from rlmath.data.tool_chats import run_chat_settings
 from rlmath.distributed.ranks import environment_world_size
 from rlmath.planning.checks import check_replay
 from rlmath.planning.memory_estimate import mesh_of
@@ -280,7 +280,7 @@ class Replay:
                 f"{self.folder} is of length stage {self.capture.length_stage + 1}, and the "
                 f"settings have {len(stages)}"
             )
-        tokenizer = load_tokenizer(config.model.path, settings=chat_settings(config.data))
+        tokenizer = load_tokenizer(config.model.path, settings=run_chat_settings(config))
         groups = self.capture.groups
         tokens = [group.prompt.token_ids for group in groups]
         tokens += [completion.token_ids for group in groups for completion in group.completions]

@@ -411,7 +411,7 @@ class RewardManager:
         """Queue all completions of a prompt for the workers.
 
         `key` is what `take_finished` calls them."""
-        texts = [text_to_verify(prompt.text, completion.text) for completion in completions]
+        texts = [text_to_verify(prompt.text, completion.answer_text) for completion in completions]
         futures = [
             self._workers.submit(text, prompt, completion, self._validates)
             for text, completion in zip(texts, completions, strict=True)

@@ -18,12 +18,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from transformers import PreTrainedTokenizerFast
-
 from rlmath.algorithms.types import PartialCompletion, ToolCall, turn_tokens
 from rlmath.config.schema import ToolsConfig
 from rlmath.data.tokenizer import completion_text
-from rlmath.data.tool_fences import FenceFormat, most_output_characters
+from rlmath.data.tool_fences import most_output_characters
+from rlmath.data.tool_formats import ToolFormat
+from rlmath.data.tool_outputs import SampledCall
 from rlmath.rollout.sampling import Key, Request
 from rlmath.sandbox.calls import KEEPING, CallResult, Limits, PastCall
 from rlmath.sandbox.sandboxes import Sandboxes
@@ -47,21 +47,50 @@ Share = Callable[[SharedResults], SharedResults]
 
 
 @dataclass(frozen=True)
-class FoundCall:
-    """A call that is complete in the tokens of a turn."""
+class FoundCalls:
+    """The calls that are complete in the tokens of a turn."""
 
     tokens: int
-    """Tokens of the turn, to the one that completes the call."""
-    code: str
+    """Tokens of the turn, to the one that completes its calls."""
+    calls: tuple[SampledCall, ...]
+    """All of the turn, in order."""
 
 
 @dataclass(frozen=True)
 class Answered:
-    """A completion whose call has a result."""
+    """A completion whose calls have results."""
 
     request: Request
-    """It goes on with the output, unless it is lost."""
+    """It goes on with the outputs, unless it is lost."""
     is_lost: bool
+
+
+@dataclass(frozen=True)
+class _Called:
+    """A completion whose turn has calls that run one after another."""
+
+    request: Request
+    sampled_calls: tuple[SampledCall, ...]
+    """All calls of the turn."""
+    submitted_at: float
+    """When the call that runs was submitted (seconds of the monotonic clock)."""
+    results: tuple[tuple[CallResult, float], ...] = ()
+    """Results of the calls that have run, and how long each took (seconds)."""
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """The calls that have results."""
+        return [
+            ToolCall(
+                call.code,
+                outcome.text,
+                outcome.status,
+                position=0,
+                seconds=seconds,
+                cpu_seconds=outcome.cpu_seconds,
+            )
+            for call, (outcome, seconds) in zip(self.sampled_calls, self.results, strict=False)
+        ]
 
 
 def open_sandboxes(settings: ToolsConfig) -> Sandboxes:
@@ -107,19 +136,17 @@ class CalledCompletions:
     def __init__(
         self,
         settings: ToolsConfig,
-        tokenizer: PreTrainedTokenizerFast,
+        tool_format: ToolFormat,
         sandboxes: Sandboxes | None,
         share: Share | None = None,
     ) -> None:
-        """The leader has `sandboxes`; engines of several ranks need `share`.
-
-        ValueError where the tokenizer cannot write a call."""
+        """The leader has `sandboxes`; engines of several ranks need `share`."""
         self._settings = settings
-        self._format = FenceFormat(tokenizer, settings.max_output_tokens)
+        self._format = tool_format
         self._sandboxes = sandboxes
         self._share = share
-        self._called: dict[str, tuple[Request, str, float]] = {}
-        """Requests, the code of their calls, and when they called, by their sessions' names."""
+        self._called: dict[str, _Called] = {}
+        """Completions that wait, by their sessions' names."""
         self._steps = itertools.count()
 
     def __len__(self) -> int:
@@ -128,8 +155,8 @@ class CalledCompletions:
 
     def find(
         self, so_far: PartialCompletion, token_ids: Sequence[int], new_tokens: int
-    ) -> FoundCall | None:
-        """The call that one of the last `new_tokens` completes, None where none does.
+    ) -> FoundCalls | None:
+        """The calls that one of the last `new_tokens` completes, None where none does.
 
         `token_ids` are sampled behind `so_far`."""
         newest = token_ids[len(token_ids) - new_tokens :]
@@ -139,29 +166,35 @@ class CalledCompletions:
         turn_ids = before + list(token_ids)
         for end in range(len(turn_ids) - new_tokens + 1, len(turn_ids) + 1):
             if turn_ids[end - 1] in self._format.can_complete:
-                code = self._format.call_in(turn_ids[:end])
-                if code is not None:
-                    return FoundCall(end - len(before), code)
+                calls = self._format.calls_in(turn_ids[:end])
+                if calls:
+                    return FoundCalls(end - len(before), calls)
         return None
 
-    def submit(self, request: Request, code: str) -> bool:
-        """Let a call run, whose last token is the last one of `request.so_far`.
+    def submit(self, request: Request, calls: tuple[SampledCall, ...]) -> bool:
+        """Let the calls of a turn run, whose last token is the last one of `request.so_far`.
 
-        False where the completion has no call or no token left: it is not run."""
+        False where the completion has too few calls or no token left: none is run."""
         so_far = request.so_far
-        if len(so_far.calls) >= self._settings.max_calls:
+        if len(so_far.calls) + len(calls) > self._settings.max_calls:
             return False
         if so_far.n_sampled >= request.max_new_tokens:
             return False
-        name = _session_name(request.key)
-        self._called[name] = request, code, time.monotonic()
-        if self._sandboxes is not None:
-            earlier = [_past_call(call) for call in so_far.calls]
-            self._sandboxes.submit(name, code, request.seed, earlier)
+        self._run_next(_Called(request, calls, time.monotonic()))
         return True
 
+    def _run_next(self, called: _Called) -> None:
+        """Let the first call without a result run."""
+        name = _session_name(called.request.key)
+        self._called[name] = called
+        if self._sandboxes is not None:
+            earlier = [*called.request.so_far.calls, *called.calls]
+            code = called.sampled_calls[len(called.results)].code
+            past_calls = [_past_call(call) for call in earlier]
+            self._sandboxes.submit(name, code, called.request.seed, past_calls)
+
     def answered(self, is_idle: bool) -> list[Answered]:
-        """The completions whose calls have results.
+        """The completions whose turn's calls all have results, or one of which is lost.
 
         Engines of several ranks share them every SHARE_STEPS times that it is called. Where the
         engine `is_idle`, it waits for a result every time. RuntimeError where the sandboxes cannot
@@ -174,7 +207,8 @@ class CalledCompletions:
             results = self._sandboxes.wait(WAIT_SECONDS if is_idle else 0.0)
         if self._share is not None:
             results = self._share(results)
-        return [self._answer(name, outcome) for name, outcome in results]
+        answers = (self._answer(name, outcome) for name, outcome in results)
+        return [answer for answer in answers if answer is not None]
 
     def release(self, key: Key) -> None:
         """End the session of a completion that has ended."""
@@ -198,36 +232,51 @@ class CalledCompletions:
         ):
             end = start + sum(segment.tokens for segment in segments)
             if is_sampled:
-                is_end = stopped and end == len(token_ids)
-                text += completion_text(self._format.tokenizer, token_ids[start:end], is_end)
+                text += self._turn_text(token_ids[start:end], stopped and end == len(token_ids))
             else:
                 text += _line_end(text)
             start = end
         return text
 
-    def _answer(self, name: str, outcome: CallResult) -> Answered:
-        """The completion with the output of its call."""
-        request, code, called_at = self._called.pop(name)
-        text = self.text_of(request.so_far)
-        call = ToolCall(
-            code,
-            outcome.text,
-            outcome.status,
-            position=len(text),
-            seconds=time.monotonic() - called_at,
-            cpu_seconds=outcome.cpu_seconds,
-        )
+    def _turn_text(self, turn_ids: Sequence[int], stopped: bool) -> str:
+        """The text of a turn; of one that `stopped` by itself the last token is left out."""
+        if stopped:
+            return completion_text(self._format.tokenizer, turn_ids, stopped=True)
+        return self._format.turn_text(turn_ids)
+
+    def _answer(self, name: str, outcome: CallResult) -> Answered | None:
+        """The completion with the outputs of its turn's calls; None where another call runs now."""
+        called = self._called.pop(name)
+        now = time.monotonic()
+        results = (*called.results, (outcome, now - called.submitted_at))
+        called = replace(called, results=results, submitted_at=now)
+        request = called.request
+        so_far = request.so_far
+        is_answered = len(results) == len(called.sampled_calls)
+        if not is_answered and not outcome.is_infrastructure_fault:
+            self._run_next(called)
+            return None
+        text = self.text_of(so_far)
         if outcome.is_infrastructure_fault:
-            so_far = replace(request.so_far, calls=(*request.so_far.calls, call))
+            calls = [replace(call, position=len(text)) for call in called.calls]
+            so_far = replace(so_far, calls=(*so_far.calls, *calls))
             return Answered(replace(request, so_far=so_far), is_lost=True)
-        output = self._format.output(text, outcome.text)
-        call = replace(
-            call,
-            output=output.text,
-            position=len(text + _line_end(text)),
-            is_cut=output.is_cut or outcome.left_out_characters > 0,
-        )
-        so_far = request.so_far.answered(call, output.token_ids)
+        turn_ids = so_far.token_ids[len(so_far.token_ids) - turn_tokens(so_far) :]
+        printed = [result.text for result, _ in results]
+        outputs = self._format.outputs(list(turn_ids), called.sampled_calls, printed)
+        calls = [
+            replace(
+                call,
+                output=output,
+                position=len(text + _line_end(text)),
+                is_cut=is_cut or result.left_out_characters > 0,
+                ends_turn=self._settings.format == "chat",
+            )
+            for call, output, is_cut, (result, _) in zip(
+                called.calls, outputs.texts, outputs.are_cut, results, strict=True
+            )
+        ]
+        so_far = so_far.answered(calls, outputs.token_ids)
         return Answered(replace(request, so_far=so_far), is_lost=False)
 
 

@@ -218,6 +218,11 @@ def continues_noise(llm: Any) -> bool:
     return is_cpu or samples_in_one_kernel(llm)
 
 
+def stop_tokens(llm: Any) -> tuple[int, ...]:
+    """The tokens that end a completion of an `LLM` that this module has opened."""
+    return tuple(llm.llm_engine.input_processor.generation_config_fields["eos_token_id"])
+
+
 class Engine:
     """A vLLM engine over `mesh.engine_size` ranks.
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from transformers import PreTrainedTokenizerFast
 
 from rlmath.config.schema import ToolsConfig
+from rlmath.data.tool_chats import ChatFormat
+from rlmath.data.tool_formats import ToolFormat, open_format
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.called_completions import CalledCompletions, open_sandboxes
 from rlmath.rollout.work_queue import share_in_engine
@@ -14,9 +18,14 @@ def open_tools(
     settings: ToolsConfig,
     tokenizer: PreTrainedTokenizerFast,
     mesh: Mesh,
+    *,
     continues_noise: bool,
+    stop_token_ids: Sequence[int],
 ) -> CalledCompletions | None:
-    """What answers the calls of this rank's engine; None without tools.
+    """What answers the calls of this rank's engine, whose completions end at `stop_token_ids`.
+
+    None without tools. The engine's leader alone has the chat template write conversations, and
+    shares what it learns: a template may take too long on one rank.
 
     ValueError for a tokenizer that cannot write a call, a machine without the isolation, and an
     engine whose noise does not follow from seed and position (`continues_noise`); RuntimeError for
@@ -28,10 +37,12 @@ def open_tools(
             f'tools.format is "{settings.format}", and vLLM takes its first model runner (its log '
             "says why), whose noise begins anew behind every output. Set tools.format=null"
         )
+    tool_format: ToolFormat | None = None
     sandboxes = None
     errors: list[ValueError | RuntimeError] = []
     if mesh.is_engine_leader:
         try:
+            tool_format = open_format(tokenizer, settings, stop_token_ids)
             sandboxes = open_sandboxes(settings)
         except (ValueError, RuntimeError) as error:
             errors.append(error)
@@ -40,4 +51,9 @@ def open_tools(
         errors = share(errors)
     if errors:
         raise errors[0]
-    return CalledCompletions(settings, tokenizer, sandboxes, share=share)
+    if share is not None:
+        (frame,) = share([tool_format.frame if isinstance(tool_format, ChatFormat) else None])
+        if tool_format is None:
+            tool_format = open_format(tokenizer, settings, stop_token_ids, frame=frame)
+    assert tool_format is not None
+    return CalledCompletions(settings, tool_format, sandboxes, share=share)

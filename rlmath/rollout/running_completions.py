@@ -37,7 +37,7 @@ from transformers import PreTrainedTokenizerFast
 from rlmath.algorithms.types import Completion, FinishReason, PartialCompletion
 from rlmath.config.schema import RolloutConfig
 from rlmath.data.tokenizer import completion_text
-from rlmath.rollout.called_completions import CalledCompletions, FoundCall
+from rlmath.rollout.called_completions import CalledCompletions, FoundCalls
 from rlmath.rollout.engine_adapters import adapter_request
 from rlmath.rollout.sampling import Key, Request
 
@@ -226,19 +226,19 @@ class RunningCompletions:
         usage.steps += 1
         usage.running += len(self._decoding)
         ended: list[tuple[_Decoding, str]] = []
-        called: dict[str, tuple[_Decoding, FoundCall]] = {}
+        called: dict[str, tuple[_Decoding, FoundCalls]] = {}
         for output in self._core.get_output().outputs:
             if (decoding := self._decoding.get(output.request_id)) is None:
                 continue  # interrupted
             decoding.add(output)
             usage.new_tokens += len(output.new_token_ids)
-            call = None
+            calls = None
             if self._tools is not None:
-                call = self._tools.find(
+                calls = self._tools.find(
                     decoding.request.so_far, decoding.token_ids, len(output.new_token_ids)
                 )
-            if call is not None:
-                called[output.request_id] = decoding, call
+            if calls is not None:
+                called[output.request_id] = decoding, calls
             elif output.finished:
                 del self._decoding[output.request_id]
                 ended.append((decoding, str(output.finish_reason)))
@@ -248,19 +248,19 @@ class RunningCompletions:
             *self._hand_over(called),
         ]
 
-    def _hand_over(self, called: Mapping[str, tuple[_Decoding, FoundCall]]) -> Iterator[Ended]:
+    def _hand_over(self, called: Mapping[str, tuple[_Decoding, FoundCalls]]) -> Iterator[Ended]:
         """Take completions out of vLLM, without tokens behind their calls, and let the calls run.
 
         Those that may call no more have ended."""
         if not called:
             return
         assert self._tools is not None
-        self._abort(called)
-        for name, (decoding, call) in called.items():
+        self._abort(name for name in called if name in self._scheduler.requests)
+        for name, (decoding, calls) in called.items():
             del self._decoding[name]
-            decoding.drop_behind(call.tokens)
+            decoding.drop_behind(calls.tokens)
             request = replace(decoding.request, so_far=decoding.sampled(self.weights))
-            if not self._tools.submit(request, call.code):
+            if not self._tools.submit(request, calls.calls):
                 yield self._finish(request, "length")
 
     def _abort(self, names: Iterable[str]) -> None:
@@ -297,9 +297,9 @@ class RunningCompletions:
         sampled = request.so_far
         stopped = reason == "stop"
         text = ""
-        if self._tokenizer is not None and sampled.calls:
-            assert self._tools is not None
-            self._tools.release(request.key)
+        if self._tokenizer is not None and self._tools is not None:
+            if sampled.calls:
+                self._tools.release(request.key)
             text = self._tools.text_of(sampled, stopped)
         elif self._tokenizer is not None:
             text = completion_text(self._tokenizer, sampled.token_ids, stopped)

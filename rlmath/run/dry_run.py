@@ -329,8 +329,9 @@ def _tool_lines(plan: RunPlan) -> Iterator[str]:
     tools = plan.config.tools
     if tools.format is None:
         return
+    form = "in fences" if tools.format == "fence" else "in the form of the chat template"
     yield (
-        f"Tool: Python in fences, {counted(tools.max_calls, 'call')} of a completion at most, each "
+        f"Tool: Python {form}, {counted(tools.max_calls, 'call')} of a completion at most, each "
         f"with up to {tools.max_output_tokens} tokens of output; isolation {tools.isolation}, "
         f"state {tools.state}"
     )

@@ -12,7 +12,8 @@ from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, Kind
 from rlmath.data import dataset
 from rlmath.data.audit import DataAudit
-from rlmath.data.tool_fences import check_fences
+from rlmath.data.tool_chats import check_shown
+from rlmath.data.tool_formats import check_format
 from rlmath.planning.model_checks import check_teacher_tokenizer
 from rlmath.planning.reward_checks import try_functions
 from rlmath.rewards.reward_manager import Trial
@@ -55,7 +56,9 @@ def read_inputs(config: Config, shape: ModelShape, kind: Kind = "grpo") -> RunDa
         inputs = dataset.load_prompt_files(config, None)
         return RunData(inputs, replace(origin_of(config, inputs, weights), data=""))
     inputs = dataset.load_inputs(config, shape)
-    check_fences(inputs.tokenizer, config.tools)
+    check_format(inputs.tokenizer, config.tools, shape.vocab_size)
+    texts = [prompt.text for prompt in inputs.prompts]
+    check_shown(texts, config.tools, source="data.train_path")
     warnings = tuple(
         check_teacher_tokenizer(config.teacher.path, inputs.tokenizer, config.model.path)
     )
@@ -81,6 +84,9 @@ def try_data(
         return replace(read, lines=lines, warnings=tuple(inputs.audit.warnings(examples)))
     tokenizer = getattr(inputs, "tokenizer", None)
     validation = dataset.load_validation(config, tokenizer, shape.vocab_size)
+    for file in validation if tokenizer is not None else ():
+        texts = [prompt.text for prompt in file.prompts]
+        check_shown(texts, config.tools, source=file.path)
     audit = (
         dataset.audit_inputs(config, inputs, validation, tokenizer=tokenizer)
         if checks_data

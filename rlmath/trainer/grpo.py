@@ -180,7 +180,7 @@ class GrpoTrainer(PolicyTrainer):
             metrics |= selection_metrics(selection)
         metrics |= update_metrics(update, learned, metrics["task_reward"], settings=algorithm)
         if self.config.tools.format is not None:
-            metrics |= tool_metrics(selection, void_rule(self.config))
+            metrics |= tool_metrics(selection, void_rule(self.config), self.config.tools)
         in_loss = self.teacher is not None and self.config.teacher.loss == "full"
         metrics |= teaching_metrics(update, sampled=len(selection.sampled), every_group=in_loss)
         metrics |= update.critic_metrics

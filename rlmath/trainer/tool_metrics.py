@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from rlmath.algorithms.dynamic_sampling import TOOL_REASONS, Selection
-from rlmath.data.tool_fences import code_in
+from rlmath.config.schema import ToolsConfig
+from rlmath.data.tool_formats import ends_with_call
 from rlmath.sandbox.calls import STATUSES
 from rlmath.trainer.validation import is_right
 from rlmath.trainer.void_turns import VoidRule
 
 
-def tool_metrics(selection: Selection, is_void: VoidRule) -> dict[str, float]:
+def tool_metrics(selection: Selection, is_void: VoidRule, tools: ToolsConfig) -> dict[str, float]:
     """Calls and their outcomes over all that was sampled; shares from 0 to 1.
 
     Accuracies of completions with and without calls are there where there are such; shares of calls
@@ -28,8 +29,9 @@ def tool_metrics(selection: Selection, is_void: VoidRule) -> dict[str, float]:
     calling = [is_right(score) for _, completion, score in judged if completion.calls]
     silent = [is_right(score) for _, completion, score in judged if not completion.calls]
     out_of_calls = sum(
-        done.finish_reason == "length" and code_in(done.turns[-1]) is not None
-        for done in completions
+        done.finish_reason == "length" and ends_with_call(group.prompt, done, tools)
+        for group in selection.sampled
+        for done in group.completions
     )
     filtered = selection.filtered_completions()
     n = len(completions)

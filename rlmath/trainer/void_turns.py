@@ -7,7 +7,7 @@ from functools import partial
 
 from rlmath.algorithms.types import Completion, Prompt, turn_tokens
 from rlmath.config.schema import Config
-from rlmath.data.tool_fences import has_void_turn
+from rlmath.data.tool_formats import has_void_turn
 from rlmath.rewards.several_rewards import is_verified
 
 VoidRule = Callable[[Prompt, Completion], bool]
@@ -18,7 +18,7 @@ def void_rule(config: Config) -> VoidRule:
 
     Where the verifier judges nothing, whatever ends by itself is an answer."""
     answer_from = config.reward.answer_from if is_verified(config.reward) else None
-    return partial(has_void_turn, answer_from=answer_from)
+    return partial(has_void_turn, answer_from=answer_from, tools=config.tools)
 
 
 def void_rule_of(config: Config, action: str) -> VoidRule | None:

@@ -13,6 +13,7 @@ from rlmath.config.length_curriculum import (
     length_stage_at,
     length_stages,
     planned_steps,
+    sequence_text,
     validation_names,
     validation_tokens,
     with_longest_lengths,
@@ -110,6 +111,9 @@ def test_the_engine_has_room_for_what_tools_write():
     config = settings("rollout.max_new_tokens=700", "tools.format=fence")
     tools = ToolsConfig(format="fence", max_calls=2, max_output_tokens=100)
     assert engine_length(replace(config, tools=tools)) == 1932
+    in_chat = replace(config, tools=replace(tools, format="chat"))
+    assert engine_length(in_chat) == 1700 + 2 * (100 + 64)
+    assert sequence_text(in_chat).endswith("+ tools.max_calls x (tools.max_output_tokens + 64)")
     assert engine_length(replace(config, tools=replace(tools, format=None))) == 1700
 
 

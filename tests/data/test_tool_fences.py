@@ -23,7 +23,9 @@ from transformers import PreTrainedTokenizerFast
 
 from rlmath.algorithms.types import Completion, Prompt, ToolCall
 from rlmath.config.length_curriculum import BOUNDARY_TOKENS
-from rlmath.data.tool_fences import FenceFormat, code_in, has_void_turn
+from rlmath.config.schema import ToolsConfig
+from rlmath.data.tool_fences import FenceFormat, code_in
+from rlmath.data.tool_formats import has_void_turn
 from tests.data.chat_templates import MARKS, chat_tokenizer
 from tests.tiny_models import _make_tokenizer as make_tokenizer_without_newlines
 
@@ -33,6 +35,7 @@ TEXTS = [
     "Traceback: ZeroDivisionError\n\n\n    indented\tand tabs ``inline`` and ```` many\n",
 ]
 BYTES = [f"<0x{number:02X}>" for number in range(256)]
+FENCE = ToolsConfig(format="fence")
 MOST = 64
 """Most tokens of an output here."""
 
@@ -275,5 +278,5 @@ def test_a_void_turn_has_neither_call_nor_answer(
     done: Completion, void: bool, void_for_functions: bool
 ) -> None:
     prompt = Prompt("q", "?", (1,), solutions=("1",), task="math")
-    assert has_void_turn(prompt, done, "boxed") == void
-    assert has_void_turn(prompt, done, None) == void_for_functions
+    assert has_void_turn(prompt, done, "boxed", FENCE) == void
+    assert has_void_turn(prompt, done, None, FENCE) == void_for_functions

@@ -471,9 +471,9 @@ def test_the_form_is_chosen_once_and_rows_without_calls_have_one(
     apply = tokenizer.apply_chat_template
     texts: list[str] = []
 
-    def counted(*arguments: Any, **keywords: Any) -> Any:
+    def counted(messages: Any, **keywords: Any) -> Any:
         texts.append("refused")
-        texts[-1] = str(apply(*arguments, **keywords))
+        texts[-1] = str(apply(messages, **keywords))
         return texts[-1]
 
     monkeypatch.setattr(tokenizer, "apply_chat_template", counted)

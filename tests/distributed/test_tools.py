@@ -14,7 +14,16 @@ from tests.distributed import tool_cases
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.tool_cases import LATE, TOOLS, Called
 from tests.selection import matrix
-from tests.tool_models import CODES, make_script_model, make_script_tokenizer
+from tests.tool_models import (
+    CHAT_END,
+    CHAT_PIECES,
+    CODES,
+    EOS,
+    START,
+    make_chat_script_model,
+    make_script_model,
+    make_script_tokenizer,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -164,3 +173,43 @@ def test_the_scored_completion_is_the_one_that_is_returned(alone: Called) -> Non
     assert alone.scored.keys() == alone.completions.keys()
     for key, completion in alone.scored.items():
         assert alone.completions[key] == replace(completion, text=alone.completions[key].text)
+
+
+def test_calls_in_a_chat_end_turns_and_are_answered_together(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """What is given extends the conversation: one end of every turn, which was sampled."""
+    folder = make_chat_script_model(tmp_path / "chat")
+    scored = ranks.run(1, tool_cases.called_in_chat, folder)[0]
+    tokenizer = make_script_tokenizer(CHAT_PIECES, CHAT_END, special=(START,))
+    several = 0
+    outputs: set[tuple[int, str]] = set()
+    for completion in scored.values():
+        parts = runs(completion)
+        assert [part[0] for part in parts] == [number % 2 == 0 for number in range(len(parts))]
+        calls = list(completion.calls)
+        for (_, turn, _), (_, given, logprobs) in zip(parts[::2], parts[1::2], strict=False):
+            text = tokenizer.decode(turn)
+            count = text.count("<tool_call>")
+            several += count > 1
+            assert turn[-1] == EOS and EOS not in turn[:-1] and count
+            shown = [call.output for call in calls[:count]]
+            blocks = "".join(f"\n<tool_response>\n{output}\n</tool_response>" for output in shown)
+            assert tokenizer.decode(given) == (
+                f"\n<|im_start|>user{blocks}<|im_end|>\n<|im_start|>assistant\n"
+            )
+            assert set(logprobs) == {0.0}
+            assert [call.code for call in calls[:count]] == [
+                part.partition('"}}')[0] for part in text.split('"code": "')[1:]
+            ]
+            del calls[:count]
+        assert not calls and len(completion.calls) <= TOOLS.max_calls
+        assert CHAT_END not in completion.text and "tool_response" not in completion.text
+        assert completion.n_sampled <= 30
+        outputs |= {
+            (number, call.output)
+            for number, call in enumerate(completion.calls, start=1)
+            if call.code == CODES[2]
+        }
+    assert several and {completion.finish_reason for completion in scored.values()} >= {"stop"}
+    assert outputs == {(1, "1\n"), (2, "2\n"), (3, "3\n")}

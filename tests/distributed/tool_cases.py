@@ -17,13 +17,15 @@ from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.sampling import Key, Request
 from tests.tiny_models import shape_of
-from tests.tool_models import PROMPT, number_of
+from tests.tool_models import PROMPT, chat_number_of, number_of
 
 ROLLOUT = RolloutConfig(
     group_size=12, max_new_tokens=30, max_num_seqs=8, cpu_kv_cache_gib=0.1, progress_bar=False
 )
 TOOLS = ToolsConfig(format="fence", max_calls=3, max_output_tokens=64, cores=1, sessions=4)
 LONGEST = 4 + 30 + 3 * 80
+LONGEST_CHAT = 4 + 30 + 3 * (64 + 64)
+CHAT_PROMPT = tuple(map(chat_number_of, PROMPT))
 LATE = (1, 2)
 """Tokens that an engine samples behind those that it has returned."""
 
@@ -58,6 +60,7 @@ def requests_of(samples: int) -> list[Request]:
 def called(folder: Path, engine_size: int) -> Called:
     """All that an engine over all ranks samples with tools."""
     from rlmath.data.tokenizer import load_tokenizer
+    from rlmath.data.tool_formats import open_format
     from rlmath.rollout.called_completions import CalledCompletions, open_sandboxes
     from rlmath.rollout.engine import Engine
     from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
@@ -86,7 +89,8 @@ def called(folder: Path, engine_size: int) -> Called:
     def sample(samples: int, settings: ToolsConfig = TOOLS, kills: bool = False) -> dict:
         sandboxes = open_sandboxes(settings) if mesh.is_engine_leader else None
         share = share_in_engine if engine_size > 1 else None
-        engine.tools = CalledCompletions(settings, tokenizer, sandboxes, share=share)
+        tool_format = open_format(tokenizer, settings)
+        engine.tools = CalledCompletions(settings, tool_format, sandboxes, share=share)
         engine.on_step = killer(sandboxes) if kills and sandboxes else lambda: None
         own_tokenizer = tokenizer if mesh.is_engine_leader else None
         running = engine.running_completions(2, own_tokenizer, score)
@@ -115,8 +119,49 @@ def called(folder: Path, engine_size: int) -> Called:
     return Called(completions, whole, again, late=late, fresh=fresh, lost=lost, refusal=refusal)
 
 
+def called_in_chat(folder: Path) -> dict[Key, Completion]:
+    """Scored completions of an engine with tools in the form of the model's chat template."""
+    from rlmath.data.chat import ChatSettings
+    from rlmath.data.tokenizer import load_tokenizer
+    from rlmath.data.tool_chats import PYTHON
+    from rlmath.data.tool_formats import open_format
+    from rlmath.rollout.called_completions import CalledCompletions, open_sandboxes
+    from rlmath.rollout.engine import Engine
+    from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
+
+    device = open_device("cpu")
+    init_process_group(device, 120.0)
+    mesh = Mesh(0, 1, 1, pipeline=1, engine_size=1)
+    engine = Engine(
+        str(folder),
+        ROLLOUT,
+        LONGEST_CHAT,
+        mesh=mesh,
+        device=device,
+        weight_shapes=engine_shapes(shape_of(folder), 1),
+        load_weights=True,
+    )
+    tokenizer = load_tokenizer(str(folder), settings=ChatSettings(tool=PYTHON))
+    tools = replace(TOOLS, format="chat")
+    sandboxes = open_sandboxes(tools)
+    engine.tools = CalledCompletions(tools, open_format(tokenizer, tools), sandboxes)
+    scored: dict[Key, Completion] = {}
+
+    def score(request: Request, completion: Completion) -> None:
+        scored[request.key] = completion
+
+    running = engine.running_completions(2, tokenizer, score)
+    requests = [replace(request, token_ids=CHAT_PROMPT) for request in requests_of(24)]
+    ended = list(running.sample(requests))
+    sandboxes.close()
+    engine.close()
+    assert {ending.request.key for ending in ended} == set(scored)
+    return scored
+
+
 def rollout_error(engine: Any, mesh: Mesh, tokenizer: Any) -> str:
     """The error of a whole rollout whose sandboxes are killed."""
+    from rlmath.data.tool_formats import open_format
     from rlmath.rewards.reward_manager import open_reward_workers
     from rlmath.rollout.called_completions import CalledCompletions, open_sandboxes
     from rlmath.rollout.collector import CollectGroups, Collector
@@ -124,7 +169,7 @@ def rollout_error(engine: Any, mesh: Mesh, tokenizer: Any) -> str:
 
     pool = open_reward_workers(RewardConfig())
     sandboxes = open_sandboxes(TOOLS)
-    engine.tools = CalledCompletions(TOOLS, tokenizer, sandboxes)
+    engine.tools = CalledCompletions(TOOLS, open_format(tokenizer, TOOLS), sandboxes)
     engine.on_step = killer(sandboxes)
     collector = Collector(
         engine, mesh, tokenizer, rollout=ROLLOUT, reward=RewardConfig(), pool=pool

@@ -42,6 +42,7 @@ def test_outputs_leave_less_room_for_a_completion() -> None:
         (["--tools", "fence"], None, ToolsConfig(format="fence")),
         ([], TOOLS, TOOLS),
         (["--tools", "fence"], ToolsConfig(max_calls=2), ToolsConfig(format="fence", max_calls=2)),
+        (["--tools", "chat"], TOOLS, ToolsConfig("chat", max_calls=3, max_output_tokens=64)),
         (["--tools", "none"], TOOLS, ToolsConfig(max_calls=3, max_output_tokens=64)),
     ],
 )

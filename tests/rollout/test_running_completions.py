@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from rlmath.algorithms.types import Completion, Prompt
 from rlmath.config.schema import RolloutConfig, ToolsConfig
+from rlmath.data.tool_chats import ChatFormat
+from rlmath.data.tool_formats import ends_with_call, has_void_turn, open_format
 from rlmath.rollout.called_completions import CalledCompletions, SharedResults
 from rlmath.rollout.engine import prepare_environment
 from rlmath.rollout.sampling import Key, Request
 from rlmath.sandbox.calls import CallResult
 from tests.data.chat_templates import chat_tokenizer
+from tests.data.tool_chat_templates import byte_tokenizer, with_tool
 
 prepare_environment("cpu")
 # vLLM reads the environment when it is imported.
@@ -23,6 +31,8 @@ TOKENIZER = chat_tokenizer("qwen3")
 CALL_IDS = TOKENIZER("```python\n1\n```", add_special_tokens=False)["input_ids"]
 END = [TOKENIZER.eos_token_id]
 TOOLS = ToolsConfig(format="fence")
+CALL = '{"name": "python", "arguments": {"code": "1"}, "id": "aB3456789"}'
+FORMAT = open_format(TOKENIZER, TOOLS)
 
 
 class Core:
@@ -82,7 +92,11 @@ class Core:
             self.waiting.remove_request(core_request)
 
 
-def running_of(core: Core, tools: CalledCompletions | None = None) -> RunningCompletions:
+def running_of(
+    core: Core,
+    tools: CalledCompletions | None = None,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+) -> RunningCompletions:
     def process_inputs(name: str, prompt: Any, parameters: Any, **options: Any) -> Any:
         return SimpleNamespace(request_id=name, sampling_params=parameters, prompt=prompt)
 
@@ -92,7 +106,9 @@ def running_of(core: Core, tools: CalledCompletions | None = None) -> RunningCom
         get_supported_tasks=lambda: (),
         vllm_config=SimpleNamespace(lora_config=None),
     )
-    return RunningCompletions(SimpleNamespace(llm_engine=engine), RolloutConfig(), tools=tools)
+    return RunningCompletions(
+        SimpleNamespace(llm_engine=engine), RolloutConfig(), tokenizer=tokenizer, tools=tools
+    )
 
 
 def request(number: int) -> Request:
@@ -107,7 +123,7 @@ def tools_of(*numbers: int) -> CalledCompletions:
         outcome = CallResult("ok", "1\n", cpu_seconds=0.0, wall_seconds=0.0, queue_seconds=0.0)
         return [(f"{number}/0", outcome) for number in [next(outcomes)]]
 
-    return CalledCompletions(TOOLS, TOKENIZER, sandboxes=None, share=share)
+    return CalledCompletions(TOOLS, FORMAT, sandboxes=None, share=share)
 
 
 def test_requests_leave_vllm_one_by_one_so_that_all_ranks_free_blocks_in_one_order() -> None:
@@ -157,3 +173,35 @@ def test_a_resumed_completion_goes_before_those_that_wait() -> None:
     core = Core({0: CALL_IDS}, more, more, more, {1: END}, {0: END}, {2: END}, places=1)
     list(running_of(core, tools_of(0)).sample([request(0), request(1), request(2)]))
     assert core.begun == [0, 1, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "turn", "most_tokens"),
+    [
+        ("mistral", f"[TOOL_CALLS][{', '.join([CALL, CALL])}]", 999),
+        ("mistral", f"[TOOL_CALLS][{CALL}]", None),
+        ("llama3", CALL.replace("arguments", "parameters"), None),
+        ("qwen2.5", f"<tool_call>{CALL}</tool_call>", None),
+    ],
+)
+def test_a_first_turn_with_calls_that_are_not_run_is_no_void_turn(
+    name: str, turn: str, most_tokens: int | None
+) -> None:
+    """Too many calls, or no token left: its text has no end, as that of other turns with calls."""
+    tokenizer = with_tool(byte_tokenizer(), name)
+    tools = ToolsConfig(format="chat", max_calls=1)
+    tool_format = open_format(tokenizer, tools)
+    assert isinstance(tool_format, ChatFormat)
+    token_ids = tokenizer(turn, add_special_tokens=False)["input_ids"]
+    turn_ids = [*token_ids, tool_format.frame.end_id]
+    called = CalledCompletions(tools, tool_format, sandboxes=None)
+    running = running_of(Core({0: turn_ids}), called, tokenizer)
+    asked = replace(request(0), max_new_tokens=most_tokens or len(turn_ids))
+    (ended,) = running.sample([asked])
+    completion = ended.completion
+    assert isinstance(completion, Completion)
+    assert completion.text == turn and completion.finish_reason == "length"
+    assert list(completion.token_ids) == turn_ids
+    prompt = Prompt("q", "1+1?", (5,), solutions=("2",), task="math")
+    assert ends_with_call(prompt, completion, tools)
+    assert not has_void_turn(prompt, completion, "boxed", tools)

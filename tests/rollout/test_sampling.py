@@ -86,7 +86,7 @@ def test_a_slice_continues_where_the_completion_stands():
     assert (whole.least_now, whole.most_now) == (2, 16)
     call = ToolCall("1", "1", "ok", position=3)
     answered = PartialCompletion().extended((9, 8), (-1.0,) * 2, policy_version=0, step=0)
-    behind_output = replace(whole, so_far=answered.answered(call, [7] * 30))
+    behind_output = replace(whole, so_far=answered.answered([call], [7] * 30))
     assert (behind_output.least_now, behind_output.most_now) == (4, 18), "outputs do not count"
     last = replace(begun, so_far=PartialCompletion((9,) * 17, (-1.0,) * 17))
     assert (last.least_now, last.most_now) == (0, 3)

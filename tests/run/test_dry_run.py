@@ -22,7 +22,7 @@ from rlmath.distributed.memory import total_bytes
 from rlmath.planning.checks import check_config
 from rlmath.run.dry_run import kept_checkpoints, needed_disk, plan_lines, plan_run
 from tests.terminal import on_terminal
-from tests.tool_models import make_script_model
+from tests.tool_models import make_chat_script_model, make_script_model
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SMALL_R1 = "areal/1.5b_n1.yaml"
@@ -233,6 +233,37 @@ def test_a_call_of_the_tool_is_drawn_behind_the_first_prompt(dry, tmp_path: Path
     assert prompt == "promptAdd000+1"
     assert call + code == "*sampledWecomputeit.↵```python↵print(6*7)↵```"
     assert output == "given↵```output↵42↵```↵" and answer.startswith("*sampled")
+
+
+def test_a_call_in_a_chat_is_drawn_behind_a_prompt_that_shows_the_tool(dry, tmp_path: Path):
+    model = make_chat_script_model(tmp_path / "chat", positions=2048)
+    lengths = ("data.max_prompt_tokens", "policy.max_tokens_per_microbatch")
+    tiny = [setting for setting in TINY if not setting.startswith(lengths)]
+    settings = [
+        *tiny,
+        f"model.path={model}",
+        "data.max_prompt_tokens=1000",
+        "policy.max_tokens_per_microbatch=2048",
+        "tools.format=chat",
+        "tools.max_calls=2",
+        "tools.max_output_tokens=64",
+        "tools.isolation=none",
+    ]
+
+    def drawn_in(template: str) -> tuple[int, str, str]:
+        return dry(SMALL_R1, *settings, f"data.template={template}")
+
+    status, out, err = drawn_in("chat")
+    assert status == 0, err
+    _, line, drawn = out.partition("Tool: Python in the form of the chat template, 2 calls of a ")
+    assert line and "sequences of at most 1000 + 64 + 256 = 1320" in out
+    text = "".join(drawn.split()).replace("│", "")
+    assert 'Youhelp.↵{"type":"function"' in text
+    assert '*sampled<tool_call>↵{"name":"python","arguments":{"code":"print(6*7)"}}' in text
+    assert "</tool_call><|im_end|>given↵<|im_start|>user↵<tool_response>↵42↵↵</tool_res" in text
+    assert "<|im_start|>assistant↵*sampled" in text
+    status, _, err = drawn_in("raw")
+    assert status != 0 and "does not show the tool" in " ".join(err.split())
 
 
 def test_the_data_are_looked_at(dry, tied_model: Path, tmp_path: Path):

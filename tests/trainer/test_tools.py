@@ -43,7 +43,7 @@ def called(index: int, text: str, finish: str = "stop", status: str = "ok") -> C
     """Four sampled tokens with a call, three given ones, and two sampled behind."""
     part = PartialCompletion().extended((7, 8, 9, 9), (-0.5,) * 4, policy_version=3, step=2)
     call = replace(CALL, status=status, seconds=float(index + 1), is_cut=status == "error")
-    part = part.answered(call, (4, 5, 6)).extended((7, 1), (-0.25,) * 2, 3, step=2)
+    part = part.answered([call], (4, 5, 6)).extended((7, 1), (-0.25,) * 2, 3, step=2)
     return part.finished(index, text, finish)  # type: ignore[arg-type]
 
 
@@ -121,7 +121,7 @@ def test_what_ends_by_itself_is_an_answer_to_functions() -> None:
 def test_calls_are_counted_with_their_outcomes() -> None:
     config = config_with("mask")
     selection = Selection([GROUP], choose_all([GROUP], selection_rules(config)), 1)
-    metrics = tool_metrics(selection, void_rule(config))
+    metrics = tool_metrics(selection, void_rule(config), config.tools)
     assert metrics.pop("tools/status/ok") == 0.5
     assert metrics.pop("tools/status/error") == metrics.pop("tools/status/lost") == 0.25
     others = {name for name in metrics if name.startswith("tools/status/")}
@@ -190,7 +190,7 @@ def test_a_step_without_calls_has_no_shares_of_them() -> None:
     group = replace(GROUP, completions=(PLAIN, CUT), scores=(RIGHT, WRONG))
     rules = selection_rules(config_with("drop"))
     selection = Selection([group], choose_all([group], rules), 1)
-    assert tool_metrics(selection, void_rule(config_with("drop"))) == {
+    assert tool_metrics(selection, void_rule(config_with("drop")), TOOLS) == {
         "tools/calls_per_completion": 0.0,
         "tools/completions_with_calls": 0.0,
         "tools/given_tokens": 0.0,
@@ -206,7 +206,9 @@ def test_completions_without_a_call_left_are_counted() -> None:
     cut = called(0, "I add\n```python\n1\n```", "length")
     group = replace(GROUP, completions=(cut, CUT), scores=(WRONG, WRONG))
     selection = Selection([group], choose_all([group], SelectionRules()), 1)
-    assert tool_metrics(selection, void_rule(config_with("mask")))["tools/out_of_calls"] == 0.5
+    assert (
+        tool_metrics(selection, void_rule(config_with("mask")), TOOLS)["tools/out_of_calls"] == 0.5
+    )
 
 
 def test_few_lost_completions_are_told_and_many_end_the_run(

@@ -175,7 +175,13 @@ class ColocatedEngines(Engines):
             )
         self.engine.memory.sleep()
         self.engine.on_step = context.on_progress
-        self._tools = open_tools(config.tools, inputs.tokenizer, mesh, self.engine.continues_noise)
+        self._tools = open_tools(
+            config.tools,
+            inputs.tokenizer,
+            mesh,
+            continues_noise=self.engine.continues_noise,
+            stop_token_ids=inputs.stop_token_ids,
+        )
         self.engine.tools = self._tools
         self.collector = Collector(
             self.engine,
