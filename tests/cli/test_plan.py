@@ -70,9 +70,11 @@ def test_every_recipe_has_a_plan(name: str, capsys: pytest.CaptureFixture[str]):
 def test_the_demo_has_a_plan_with_every_algorithm(
     name: str, model: str, capsys: pytest.CaptureFixture[str]
 ):
-    files = ("--config", str(CONFIGS / "demo.yaml"), "--config", str(CONFIGS / name))
-    tool_words = TOOL_WORDS if name == "algorithms/tools.yaml" else ()
-    plan = planned(capsys, *files, model, "run.device=cpu", *tool_words)
+    words = ["--config", str(CONFIGS / "demo.yaml"), "--config", str(CONFIGS / name)]
+    words += [model, "run.device=cpu"]
+    if name == "algorithms/tools.yaml":
+        words += TOOL_WORDS
+    plan = planned(capsys, *words)
     assert plan["cluster"]["machine"]["name"] == "CPU" and 0.1 < plan["step_seconds"] < 60
 
 

@@ -569,7 +569,7 @@ def test_weights_travel_from_the_pipeline_stage_that_has_them() -> None:
     plan = offer_plans(
         config, shape, Mesh(0, 2, tensor=1, pipeline=2, engine_size=1, engine_ranks=1), CPU
     ).first
-    copies = [*chain(*plan.rounds, *plan.local.values())]
+    copies = list(chain.from_iterable([*plan.rounds, *plan.local.values()]))
     sources = {
         layer: {copy.source for copy in copies if f".layers.{layer}." in copy.tensor}
         for layer in range(3)

@@ -144,7 +144,14 @@ def worlds(request: pytest.FixtureRequest, process_group: None) -> Iterator[Worl
     plans = OfferPlans(first=whole, later=part)
     bridges = side_by_side(
         [
-            partial(Bridge, store, rank, world_size, engine_ranks, timeout_seconds=SECONDS)
+            partial(
+                Bridge,
+                store,
+                rank,
+                world_size=world_size,
+                engine_ranks=engine_ranks,
+                timeout_seconds=SECONDS,
+            )
             for rank in range(world_size)
         ]
     )
