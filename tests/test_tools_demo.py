@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.full, pytest.mark.distributed, pytest.mark.timeout(360
 
 
 def test_a_tiny_model_that_cannot_multiply_learns_to_call_python(tmp_path: Path) -> None:
-    words = ["--algorithm", "tools", "--ranks", "1", "--output", str(tmp_path / "demo")]
-    output = run("-m", "rlmath.cli.main", "demo", *words, timeout=3500).stdout
+    output_option = f"--output={tmp_path / 'demo'}"
+    output = run("-m", "rlmath.cli.demo", "--algorithm=tools", output_option, timeout=3500).stdout
     before, after = (
         row["validation/accuracy"]
         for row in read_metrics(str(tmp_path / "demo" / "run"), VALIDATION_FILE)
