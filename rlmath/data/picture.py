@@ -28,6 +28,7 @@ from rlmath.data.chat import Piece, generation_prompt
 from rlmath.data.columns import Message, arguments_text, calls_of
 from rlmath.data.rows import PromptRow, RowError
 from rlmath.data.tokenizer import asked, completion_text
+from rlmath.data.tool_fences import FenceFormat
 from rlmath.data.tool_formats import open_format
 
 if TYPE_CHECKING:

@@ -640,7 +640,8 @@ class ChatFormat:
         self._tokens = FrameTokens(tokenizer, self.frame)
         ends = {self.frame.end_id}
         message_end = tokenizer.added_tokens_encoder.get("<|eom_id|>")
-        if self.frame.form == "Llama 3" and message_end in stop_token_ids:
+        ends_here = self.frame.form == "Llama 3" and message_end in stop_token_ids
+        if message_end is not None and ends_here:
             ends.add(message_end)
         self.can_complete = frozenset(ends)
         """Tokens that can be the last one of a call: ends of a turn."""

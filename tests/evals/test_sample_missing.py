@@ -83,7 +83,9 @@ def llm_of(core: SpeakingCore) -> Any:
 
     engine = SimpleNamespace(
         engine_core=core,
-        input_processor=SimpleNamespace(process_inputs=process_inputs),
+        input_processor=SimpleNamespace(
+            process_inputs=process_inputs, generation_config_fields={"eos_token_id": ()}
+        ),
         get_supported_tasks=lambda: (),
         vllm_config=SimpleNamespace(
             lora_config=None, device_config=SimpleNamespace(device_type="cpu")
