@@ -32,8 +32,10 @@ import argparse
 import json
 import random
 import sys
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from rlmath.checkpoint.convert.sources import check_output
 
@@ -52,59 +54,62 @@ _COLUMN_SUMS = 20
 
 
 @dataclass(frozen=True)
-class Addition:
+class Problem(ABC):
+    """Two numbers to compute with."""
+
+    operation: ClassVar[str]
+    sign: ClassVar[str]
+    left: int
+    right: int
+
+    @property
+    @abstractmethod
+    def result(self) -> int:
+        """The number that is asked for."""
+
+    @property
+    def prompt(self) -> str:
+        return f"{self.left}{self.sign}{self.right}="
+
+    @property
+    def solution(self) -> str:
+        return f"\\boxed{{{self.result}}}"
+
+    def row(self) -> dict[str, object]:
+        """The line of the JSONL file."""
+        return {
+            "prompt": self.prompt,
+            "task": "math",
+            "query_id": f"{self.operation}-{self.left}-{self.right}",
+            "solutions": [self.solution],
+        }
+
+
+class Addition(Problem):
     """One problem, such as 47+85."""
 
-    left: int
-    right: int
+    operation = "add"
+    sign = "+"
 
     @property
-    def prompt(self) -> str:
-        return f"{self.left}+{self.right}="
-
-    @property
-    def solution(self) -> str:
-        return f"\\boxed{{{self.left + self.right}}}"
-
-    def row(self) -> dict[str, object]:
-        """The line of the JSONL file."""
-        return {
-            "prompt": self.prompt,
-            "task": "math",
-            "query_id": f"add-{self.left}-{self.right}",
-            "solutions": [self.solution],
-        }
+    def result(self) -> int:
+        return self.left + self.right
 
 
-@dataclass(frozen=True)
-class Multiplication:
+class Multiplication(Problem):
     """One problem, such as 347*85."""
 
-    left: int
-    right: int
+    operation = "multiply"
+    sign = "*"
 
     @property
-    def prompt(self) -> str:
-        return f"{self.left}*{self.right}="
-
-    @property
-    def solution(self) -> str:
-        return f"\\boxed{{{self.left * self.right}}}"
-
-    def row(self) -> dict[str, object]:
-        """The line of the JSONL file."""
-        return {
-            "prompt": self.prompt,
-            "task": "math",
-            "query_id": f"multiply-{self.left}-{self.right}",
-            "solutions": [self.solution],
-        }
+    def result(self) -> int:
+        return self.left * self.right
 
     def solution_with_call(self) -> str:
         """A call of Python, its output, and the answer."""
-        product = self.left * self.right
         call = f"```python\n{self.left}*{self.right}\n```\n"
-        return f"{call}```output\n{product}\n```\n{self.solution}"
+        return f"{call}```output\n{self.result}\n```\n{self.solution}"
 
 
 def make_products(
@@ -114,11 +119,8 @@ def make_products(
 
     Raises ValueError for counts below 1, or more rows than distinct problems.
     """
-    n_pairs = len(LEFT_FACTORS) * len(RIGHT_FACTORS)
-    _check_counts(train, heldout, most=n_pairs)
-    picks = random.Random(seed).sample(range(n_pairs), train + heldout)
-    pairs = [divmod(pick, len(RIGHT_FACTORS)) for pick in picks]
-    problems = [Multiplication(LEFT_FACTORS[left], RIGHT_FACTORS[right]) for left, right in pairs]
+    pairs = _distinct_pairs(seed, train, heldout, left=LEFT_FACTORS, right=RIGHT_FACTORS)
+    problems = [Multiplication(left, right) for left, right in pairs]
     return problems[:train], problems[train:]
 
 
@@ -138,24 +140,31 @@ def worked_products(
     ]
 
 
-def _check_counts(train: int, heldout: int, most: int) -> None:
-    """ValueError for counts of rows below 1, or more than `most` together."""
-    if train < 1 or heldout < 1 or train + heldout > most:
-        raise ValueError(
-            f"{train} training and {heldout} held-out rows; needed: at least 1 of each, "
-            f"{most} in all at most"
-        )
-
-
 def make_problems(seed: int, train: int, heldout: int) -> tuple[list[Addition], list[Addition]]:
     """Training and held-out problems: distinct pairs of numbers, the same for the same seed.
 
     Raises ValueError for counts below 1, or more rows than distinct problems.
     """
-    _check_counts(train, heldout, most=NUMBERS**2)
-    picks = random.Random(seed).sample(range(NUMBERS**2), train + heldout)
-    problems = [Addition(*divmod(pick, NUMBERS)) for pick in picks]
+    pairs = _distinct_pairs(seed, train, heldout, left=range(NUMBERS), right=range(NUMBERS))
+    problems = [Addition(left, right) for left, right in pairs]
     return problems[:train], problems[train:]
+
+
+def _distinct_pairs(
+    seed: int, train: int, heldout: int, left: range, right: range
+) -> list[tuple[int, int]]:
+    """A number of each range, `train` and `heldout` pairs of them, drawn at random.
+
+    ValueError for counts below 1, or more than there are pairs."""
+    n_pairs = len(left) * len(right)
+    if train < 1 or heldout < 1 or train + heldout > n_pairs:
+        raise ValueError(
+            f"{train} training and {heldout} held-out rows; needed: at least 1 of each, "
+            f"{n_pairs} in all at most"
+        )
+    picks = random.Random(seed).sample(range(n_pairs), train + heldout)
+    places = [divmod(pick, len(right)) for pick in picks]
+    return [(left[left_place], right[right_place]) for left_place, right_place in places]
 
 
 def worked_solution(problem: Addition, slip: float = 0.0, rng: random.Random | None = None) -> str:

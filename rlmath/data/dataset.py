@@ -129,12 +129,13 @@ def load_inputs(config: Config, shape: ModelShape) -> Inputs:
 
     ValueError for unreadable data, too few prompts for one step, or tokens that the model does not
     know."""
-    tokenizer = load_tokenizer(config.model.path, settings=run_chat_settings(config))
+    conversations = run_chat_settings(config)
+    tokenizer = load_tokenizer(config.model.path, settings=conversations)
     prompt_files = load_prompt_files(config, tokenizer)
     sequences = [*(prompt.token_ids for prompt in prompt_files.prompts), (tokenizer.eos_token_id,)]
     check_vocabulary(sequences, tokenizer, shape.vocab_size, source="data.train_path")
     stops = stop_token_ids(config.model.path, tokenizer, shape.vocab_size)
-    named_template = run_chat_settings(config).named_template(tokenizer)
+    named_template = conversations.named_template(tokenizer)
     return Inputs(
         **vars(prompt_files),
         tokenizer=tokenizer,

@@ -263,13 +263,17 @@ def _parts(
     for piece, start in zip(pieces, starts, strict=True):
         stop = start + len(piece.text)
         of_piece = {span: label for span, label in labels.items() if start <= span[0] < stop}
-        other = "template" if not piece.learned or "row" in of_piece.values() else "rewritten"
-        other = other if piece.token_ids is None else "given"
+        if piece.token_ids is not None:
+            surroundings = "given"
+        elif not piece.learned or "row" in of_piece.values():
+            surroundings = "template"
+        else:
+            surroundings = "rewritten"
         cuts = sorted({start, stop, *itertools.chain.from_iterable(of_piece)})
         parts.append(
             [
                 Part(
-                    of_piece.get(span, other),
+                    of_piece.get(span, surroundings),
                     piece.text[span[0] - start : span[1] - start],
                     piece.learned,
                 )

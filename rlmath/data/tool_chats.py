@@ -353,8 +353,8 @@ class _Trial:
     def frame(self) -> CallFrame:
         """The frame, tried with all that it must write."""
         form = self._form()
-        single = self._boundary(self._thoughts[0], count=1)
-        head, tail = self._cut_out(single, _MARKS[:1])
+        turn, boundary = self._turn_and_boundary(1)
+        head, tail = self._cut_out(boundary, _MARKS[:1])
         frame = CallFrame(
             form,
             self._opened,
@@ -363,7 +363,7 @@ class _Trial:
             head=head,
             between=None,
             tail=tail,
-            example=self._first_turn(),
+            example=turn,
         )
         for strips, quotes in itertools.product((False, True), repeat=2):
             frame = replace(frame, strips=strips, quotes=quotes)
@@ -445,17 +445,12 @@ class _Trial:
             raise ValueError(f"does not end a turn that calls with {self._end!r}")
         return text[start:end]
 
-    def _first_turn(self) -> str:
-        """The text of a turn that calls the first code."""
-        text = self._rendered_outputs([_MARKS[:1]])
-        return self._turn_text(text, len(self._prompt), _CODES[0])
-
-    def _boundary(self, thought: str, count: int) -> str:
-        """The text behind a turn with so many calls, whose outputs are _MARKS."""
-        text = self._rendered_outputs([_MARKS[:count]], thought)
+    def _turn_and_boundary(self, count: int) -> tuple[str, str]:
+        """The text of a turn with so many calls, and that behind it, whose outputs are _MARKS."""
+        text = self._rendered_outputs([_MARKS[:count]])
         self._require_prefix(self._prompt, text)
         turn = self._turn_text(text, len(self._prompt), _CODES[count - 1])
-        return text[len(self._prompt) + len(turn) + len(self._end) :]
+        return turn, text[len(self._prompt) + len(turn) + len(self._end) :]
 
     def _cut_out(self, boundary: str, marks: Sequence[str]) -> list[str]:
         """The texts around the marks of a boundary."""
@@ -470,7 +465,7 @@ class _Trial:
     def _with_several(self, frame: CallFrame) -> CallFrame:
         """The frame, with the text between two outputs where a turn may have several calls."""
         try:
-            boundary = self._boundary(self._thoughts[0], count=2)
+            _, boundary = self._turn_and_boundary(2)
         except ValueError:  # Llama 3's refuses them
             return frame
         _, between, _ = self._cut_out(boundary, _MARKS[:2])
@@ -652,10 +647,6 @@ class ChatFormat:
         """The tokens around the outputs of a turn's calls."""
         count = 1 if self.frame.between is None else 2
         return frozenset(self._tokens.token_ids(_IDS[:count], [""] * count))
-
-    def text_of(self, token_ids: Sequence[int]) -> str:
-        """The text of sampled tokens, the last of which is no end."""
-        return completion_text(self.tokenizer, token_ids, stopped=False)
 
     def turn_text(self, turn_ids: Sequence[int]) -> str:
         """The text of a turn that ended with a call, without its end."""

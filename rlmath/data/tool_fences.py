@@ -15,6 +15,7 @@ Pure.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from rlmath.config.length_curriculum import BOUNDARY_TOKENS
 from rlmath.data.chat import Piece, chat_end
 from rlmath.data.rows import RowError
 from rlmath.data.tokenizer import completion_text
-from rlmath.data.tool_outputs import OutputTokens, SampledCall, ShownOutputs
+from rlmath.data.tool_outputs import OutputTokens, SampledCall, ShownOutputs, greatest_that_fits
 from rlmath.sandbox.calls import LEAST_OUTPUT
 from rlmath.sandbox.shown import shown_text
 
@@ -40,6 +41,8 @@ _OUTPUT_OPENING = re.compile(r"^```output\b", re.MULTILINE)
 _LATEST = 8
 """Tokens in which a marker is looked for that the last of them completes; it has four
 characters."""
+_CUT_TOKENS = 8
+"""Tokens that are left out of a long output at a time, until it fits."""
 _OUTPUT_CHARACTERS = 16
 """Most characters of an output for each of its tokens."""
 _EXAMPLE = "```python\nprint(1)\n```\n```output\n1\n```\n"
@@ -106,13 +109,20 @@ class FenceFormat:
         if len(token_ids) <= limit:
             return ShownOutput(token_ids, text, is_cut=False)
         text_ids = self._tokens.encoded(text)
-        cut_text = text
-        length = self._max_output_tokens
-        while len(token_ids) > limit:
-            length = max(0, length - 8)
-            cut_text = self._tokens.cut(text_ids, length)
-            token_ids = self._tokens.encoded(_block(head, cut_text))
-            assert length or len(token_ids) <= limit, "an output of nothing is too long"
+
+        n_cuts = math.ceil(self._max_output_tokens / _CUT_TOKENS)
+
+        def shortened(kept: int) -> str:
+            """The text's beginning and end, of which `kept` of n_cuts parts are not left out."""
+            length = self._max_output_tokens - _CUT_TOKENS * (n_cuts - kept)
+            return self._tokens.cut(text_ids, max(0, length))
+
+        def fits(kept: int) -> bool:
+            return len(self._tokens.encoded(_block(head, shortened(kept)))) <= limit
+
+        cut_text = shortened(greatest_that_fits(n_cuts - 1, fits))
+        token_ids = self._tokens.encoded(_block(head, cut_text))
+        assert len(token_ids) <= limit, "an output of nothing is too long"
         return ShownOutput(token_ids, cut_text, is_cut=True)
 
     def pieces(self, answer: str) -> list[Piece]:

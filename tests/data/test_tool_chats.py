@@ -13,7 +13,7 @@ from rlmath.config.length_curriculum import CHAT_BOUNDARY_TOKENS
 from rlmath.config.schema import ToolsConfig
 from rlmath.data.chat import ChatSettings, render, user
 from rlmath.data.rows import PromptRow, RowError
-from rlmath.data.tokenizer import prompt_text
+from rlmath.data.tokenizer import completion_text, prompt_text
 from rlmath.data.tool_chats import (
     DESCRIPTION,
     OPTIONS,
@@ -260,7 +260,7 @@ def test_a_call_is_complete_at_the_end_of_its_turn() -> None:
     assert form.can_complete == {form.frame.end_id}
     end_of_text = form.tokenizer.eos_token_id
     assert end_of_text != form.frame.end_id and codes_in(form, [*turn[:-1], end_of_text]) == ()
-    assert form.turn_text(turn) == form.text_of(turn[:-1])
+    assert form.turn_text(turn) == completion_text(form.tokenizer, turn[:-1], stopped=False)
     llama = chat("bytes", "llama3")
     message_end = llama.tokenizer.convert_tokens_to_ids("<|eom_id|>")
     assert llama.can_complete == {llama.frame.end_id}

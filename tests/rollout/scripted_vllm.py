@@ -22,11 +22,11 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.engine import Engine, prepare_environment
 from tests.data.chat_templates import chat_tokenizer
 from tests.rollout.bare_models import model_with
+from tests.rollout.core_queue import CoreQueue
 
 prepare_environment("cpu")
 # vLLM reads the environment when it is imported.
 import vllm  # noqa: E402
-from vllm.v1.core.sched.request_queue import FCFSRequestQueue  # noqa: E402
 
 TOKENIZER = chat_tokenizer("qwen3")
 PROMPT_IDS = (5, 6)
@@ -45,7 +45,7 @@ def logprob_of(seed: int, position: int) -> float:
     return -(1 + (seed + position) % 64) / 64
 
 
-class ScriptedLLM:
+class ScriptedLLM(CoreQueue):
     """Stands for vLLM's `LLM`, and for its engine, core and scheduler."""
 
     def __init__(
@@ -61,13 +61,10 @@ class ScriptedLLM:
         self.begun: list[Any] = []
         """All requests of completions, in order."""
         self.prefix_resets = 0
-        self.requests: dict[str, Any] = {}
-        self.waiting = FCFSRequestQueue()
-        self._running: list[Any] = []
+        super().__init__(max_num_seqs)
         self._sampled: dict[str, int] = {}
         """Tokens that a request has sampled since it began, by name."""
         self._script = script
-        self._places = max_num_seqs
         runner = SimpleNamespace(kv_caches=[torch.zeros(4)])
         self._worker = SimpleNamespace(get_model=lambda: model, model_runner=runner)
         self.llm_engine = self.engine_core = self.scheduler = self
@@ -136,20 +133,11 @@ class ScriptedLLM:
             self._scoring.append((request, text[0]["prompt_token_ids"]))
             return
         self.begun.append(request)
-        self.requests[request.request_id] = request
         self._sampled[request.request_id] = 0
-        self.waiting.add_request(request)
-
-    def abort_requests(self, names: list[str]) -> None:
-        for name in names:
-            self._remove(self.requests[name])
-
-    def get_request_counts(self) -> tuple[int, int]:
-        return len(self._running), len(self.waiting)
+        self._add(request)
 
     def get_output(self) -> Any:
-        while self.waiting and len(self._running) < self._places:
-            self._running.append(self.waiting.pop_request())
+        self._begin_waiting()
         logprobs_R = [
             logprob_of(request.sampling_params.seed, self._position(request))
             for request in self._running
@@ -186,13 +174,6 @@ class ScriptedLLM:
     def _position(self, request: Any) -> int:
         """The position of a request's next token, behind its prompt."""
         return len(request.prompt["prompt_token_ids"]) + self._sampled[request.request_id]
-
-    def _remove(self, request: Any) -> None:
-        del self.requests[request.request_id]
-        if request in self._running:
-            self._running.remove(request)
-        else:
-            self.waiting.remove_request(request)
 
 
 def scripted_engine(

@@ -6,9 +6,11 @@ import pytest
 
 from rlmath.config.schema import RolloutConfig
 from rlmath.distributed.mesh import Mesh
+from rlmath.rollout.engine import Engine
 from tests.rollout.scripted_vllm import (
     MODEL_LENGTH,
     TOKENIZER,
+    ScriptedLLM,
     scripted_engine,
     tokens_of,
 )
@@ -16,6 +18,17 @@ from tests.rollout.scripted_vllm import (
 pytestmark = pytest.mark.usefixtures("process_group")
 
 SHAPES = {"norm.weight": (3, 1)}
+
+
+def engine_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, ScriptedLLM]:
+    """An engine with default settings, and its vLLM."""
+    return scripted_engine(
+        monkeypatch,
+        lambda seed: tokens_of(""),
+        Mesh(0, 1, 1, 1, engine_size=1),
+        settings=RolloutConfig(),
+        shapes=SHAPES,
+    )
 
 
 def test_an_engine_is_opened_with_the_settings_and_its_place(
@@ -57,13 +70,7 @@ def test_an_engine_is_opened_with_the_settings_and_its_place(
 def test_texts_are_scored_in_their_order_whatever_vllm_ends_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine, _ = scripted_engine(
-        monkeypatch,
-        lambda seed: tokens_of(""),
-        Mesh(0, 1, 1, 1, engine_size=1),
-        settings=RolloutConfig(),
-        shapes=SHAPES,
-    )
+    engine, _ = engine_of_one_rank(monkeypatch)
     assert engine.score([[8, 1, 2], [8, 3], [8, 4, 5, 6]]) == [
         [-1 / 8, -2 / 8],
         [-3 / 8],
@@ -74,13 +81,7 @@ def test_texts_are_scored_in_their_order_whatever_vllm_ends_first(
 def test_new_weights_drop_prefixes_unless_completions_use_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine, llm = scripted_engine(
-        monkeypatch,
-        lambda seed: tokens_of(""),
-        Mesh(0, 1, 1, 1, engine_size=1),
-        settings=RolloutConfig(),
-        shapes=SHAPES,
-    )
+    engine, llm = engine_of_one_rank(monkeypatch)
     resets = []
     for version, reset in ((3, True), (4, False)):
         engine.set_weight_version(version, reset_prefixes=reset)

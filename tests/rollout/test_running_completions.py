@@ -20,11 +20,10 @@ from rlmath.rollout.sampling import Key, Request
 from rlmath.sandbox.calls import CallResult
 from tests.data.chat_templates import chat_tokenizer
 from tests.data.tool_chat_templates import byte_tokenizer, with_tool
+from tests.rollout.core_queue import CoreQueue
 
 prepare_environment("cpu")
 # vLLM reads the environment when it is imported.
-from vllm.v1.core.sched.request_queue import FCFSRequestQueue  # noqa: E402
-
 from rlmath.rollout.running_completions import Load, RunningCompletions  # noqa: E402
 
 TOKENIZER = chat_tokenizer("qwen3")
@@ -35,37 +34,28 @@ CALL = '{"name": "python", "arguments": {"code": "1"}, "id": "aB3456789"}'
 FORMAT = open_format(TOKENIZER, TOOLS)
 
 
-class Core:
+class Core(CoreQueue):
     """An engine core of vLLM that runs no model: a test says what it samples."""
 
     def __init__(self, *steps: dict[int, list[int]], places: int = 9) -> None:
         """Each step gives tokens to requests by their seeds; an end ends them."""
+        super().__init__(places)
         self._steps = iter(steps)
-        self._places = places
-        self._running: list[Any] = []
         self.begun: list[int] = []
         """Seeds, in order."""
         self.aborted: list[list[str]] = []
-        self.requests: dict[str, Any] = {}
-        self.waiting = FCFSRequestQueue()
         self.engine_core = SimpleNamespace(scheduler=self)
 
     def add_request(self, core_request: Any) -> None:
-        self.requests[core_request.request_id] = core_request
-        self.waiting.add_request(core_request)
+        self._add(core_request)
 
     def abort_requests(self, names: list[str]) -> None:
         self.aborted.append(names)
-        for name in names:
-            self._remove(self.requests[name])
-
-    def get_request_counts(self) -> tuple[int, int]:
-        return len(self._running), len(self.waiting)
+        super().abort_requests(names)
 
     def get_output(self) -> Any:
-        while self.waiting and len(self._running) < self._places:
-            self._running.append(self.waiting.pop_request())
-            self.begun.append(self._running[-1].sampling_params.seed)
+        begun = self._begin_waiting()
+        self.begun += [core_request.sampling_params.seed for core_request in begun]
         tokens = next(self._steps)
         outputs = []
         for core_request in list(self._running):
@@ -83,13 +73,6 @@ class Core:
                 )
             )
         return SimpleNamespace(outputs=outputs)
-
-    def _remove(self, core_request: Any) -> None:
-        del self.requests[core_request.request_id]
-        if core_request in self._running:
-            self._running.remove(core_request)
-        else:
-            self.waiting.remove_request(core_request)
 
 
 def running_of(

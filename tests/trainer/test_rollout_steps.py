@@ -106,6 +106,12 @@ class Engines:
         self.resets += 1
 
 
+def write_files(rollouts: StepRollouts, place: Path) -> None:
+    """What a checkpoint has of them."""
+    for name, content in rollouts.files().items():
+        (place / name).write_bytes(content)
+
+
 def number_of(prompt: Prompt) -> int:
     return int(prompt.prompt_id.removeprefix("q"))
 
@@ -242,8 +248,7 @@ def test_rollouts_go_on_from_the_files_of_a_checkpoint(
     expected = [lengths_of(make_step(whole, number)) for number in range(STEPS)]
     stopped, _ = rollouts_of(tmp_path, tied_model, tail)
     learned = [lengths_of(make_step(stopped, number)) for number in range(2)]
-    for name, content in stopped.files().items():
-        (tmp_path / name).write_bytes(content)
+    write_files(stopped, tmp_path)
     resumed, _ = rollouts_of(tmp_path, tied_model, tail)
     resumed.resume(tmp_path, 2, reward_changed=False)
     assert resumed.next_draw == stopped.next_draw
@@ -257,8 +262,7 @@ def test_groups_that_another_reward_has_scored_in_part_are_sampled_anew(
     """One completion of q1 is scored, and the other is in flight."""
     stopped, _ = rollouts_of(tmp_path, tied_model, "carry")
     make_step(stopped, 0)
-    for name, content in stopped.files().items():
-        (tmp_path / name).write_bytes(content)
+    write_files(stopped, tmp_path)
     begun = []
     for changed in (False, True):
         resumed, engines = rollouts_of(tmp_path, tied_model, "carry")
@@ -275,8 +279,7 @@ def test_groups_in_flight_that_cannot_be_this_runs_are_refused(
     """Engines in the training ranks sample a step's groups before it is done."""
     stopped, _ = rollouts_of(tmp_path, tied_model, "carry")
     make_step(stopped, 0)
-    for name, content in stopped.files().items():
-        (tmp_path / name).write_bytes(content)
+    write_files(stopped, tmp_path)
     resumed, _ = rollouts_of(tmp_path, tied_model, "carry")
     with pytest.raises(ValueError, match=r"draw \d+ was sampled in steps \[0\] of 0"):
         resumed.resume(tmp_path, 0, reward_changed=False)
