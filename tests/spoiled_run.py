@@ -1,4 +1,4 @@
-"""A training program whose weights break on rank 1 after step 3.
+"""A training program whose weights break on the last rank after step 3.
 
 Its arguments are `--program sft` or `grpo`; `--spoil nan` (a NaN in one of them) or `scale` (all so
 large that no loss is finite); `--times N`: the first N times that step 3 is made; and `--kill`:
@@ -50,7 +50,7 @@ def spoiled_program() -> Program:
                 self.spoiled += 1
                 chunks = self.actor.chunks
                 parameters = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
-                if self.mesh.rank == 1:
+                if self.mesh.rank == self.mesh.world_size - 1:
                     with torch.no_grad():
                         if spoil == "nan":
                             parameters[-1].view(-1)[0] = float("nan")

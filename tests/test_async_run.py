@@ -15,21 +15,25 @@ import pytest
 
 from rlmath.checkpoint.unfinished_groups import UNFINISHED
 from rlmath.config.run_files import LOG_FILE
-from rlmath.distributed.fault_tolerance.exit_codes import SAVED_AND_STOPPED, read_exit_status
+from rlmath.distributed.fault_tolerance.exit_codes import (
+    FINISHED,
+    SAVED_AND_STOPPED,
+    read_exit_status,
+)
+from tests.forked_ranks import run_ranks
 from tests.programs import (
     ENVIRONMENT,
     REPOSITORY,
     TRAIN,
     end_family,
     family,
+    rows,
     small_run,
     torchrun_command,
     wait_for,
 )
 from tests.selection import matrix
 from tests.test_failures import END_SECONDS, assert_all_gone, ranks_of, rows_of
-
-pytestmark = [pytest.mark.distributed, matrix]
 
 STEPS = 24
 """Enough that some are left when the trainers hear of a request to stop that an engine gets.
@@ -87,16 +91,57 @@ def told(output: Path, engines: int, until: int) -> str:
     return output.with_suffix(f".{engines}.{until}.txt").read_text()
 
 
-def assert_learned_once(output: Path) -> None:
+def assert_learned_once(output: Path, steps: int = STEPS) -> None:
     """No step of the whole run is missing, and no prompt came twice."""
-    assert [row["step"] for row in rows_of(output)] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in rows_of(output)] == list(range(1, steps + 1))
     lines = [
         line for file in (output / "samples").iterdir() for line in file.read_text().splitlines()
     ]
     prompt_ids = [json.loads(line)["prompt_id"] for line in lines]
-    assert len(prompt_ids) == len(set(prompt_ids)) == STEPS * PER_STEP
+    assert len(prompt_ids) == len(set(prompt_ids)) == steps * PER_STEP
 
 
+def test_engines_of_their_own_sample_what_is_learned_and_a_resumed_run_goes_on(
+    arithmetic: Path, tmp_path: Path
+) -> None:
+    """No token is older than it may be, and the second start samples what the first one had drawn.
+
+    Validation asks the engines in between."""
+    output = tmp_path / "run"
+    settings = [
+        *small_run(arithmetic, output),
+        *SETTINGS,
+        "rollout.ranks=1",
+        "rollout.max_staleness=2",
+        "rollout.max_new_tokens=24",
+        f"validation.paths=[{arithmetic}/data/heldout.jsonl]",
+        "validation.every_steps=2",
+        "validation.samples=1",
+    ]
+    run_ranks(2, *TRAIN, *settings, "run.total_steps=3")
+    before = rows(output)
+    checkpoint = max((output / "checkpoints").iterdir())
+    console = run_ranks(2, *TRAIN, *settings, "run.total_steps=6").stderr
+    assert f"Resuming from {checkpoint}" in console
+    assert rows(output)[:3] == before
+    assert_learned_once(output, 6)
+    assert max(row["rollout/staleness_max"] for row in rows(output)) <= 2
+    for step, row in enumerate(rows(output), start=1):
+        path = output / "samples" / f"step-{step:06d}.jsonl"
+        groups = [json.loads(line) for line in path.read_text().splitlines()]
+        completions = [completion for group in groups for completion in group["completions"]]
+        assert len(completions) == row["n_seqs"] == PER_STEP * 4
+        updates = 2 * (step - 1)
+        oldest = min(completion["policy_version"] for completion in completions)
+        assert max(0, updates - 2 * 2) <= oldest <= updates
+        assert row["train/behaviour_logprob_diff_max"] < 1
+    assert [row["step"] for row in rows(output, "validation.jsonl")] == [0, 2, 3, 4, 6]
+    assert read_exit_status(output).status == FINISHED
+    assert (output / "hf_model" / "model.safetensors").is_file()
+
+
+@pytest.mark.distributed
+@matrix
 def test_a_killed_engine_is_named_and_every_prompt_is_learned_once_by_whichever_engines(
     arithmetic: Path, tmp_path: Path
 ) -> None:
@@ -122,6 +167,7 @@ def test_a_killed_engine_is_named_and_every_prompt_is_learned_once_by_whichever_
     assert sum(row.get("rollout/interrupted_sequences", 0) for row in rows_of(output)) > 0
 
 
+@pytest.mark.distributed
 @pytest.mark.full
 def test_what_is_saved_while_validation_runs_is_resumed(arithmetic: Path, tmp_path: Path) -> None:
     """The engines have sampled with the weights that the run would go on with."""

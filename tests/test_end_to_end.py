@@ -1,11 +1,13 @@
 """The program as a user runs it.
 
-Data and model come from the tools, two ranks run under torchrun, and a model comes out."""
+Data and model come from the tools, one rank runs, or two under torchrun, and a model comes out."""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -17,12 +19,15 @@ from rlmath.answers.verifier import verify
 from rlmath.config.load import load_config
 from rlmath.distributed.fault_tolerance.exit_codes import MISTAKE, read_exit_status
 from rlmath.run.startup import prepare_grpo
+from tests import forked_ranks
+from tests.forked_ranks import run_ranks
 from tests.programs import REPOSITORY, TRAIN, metric_rows, run, small_run, torchrun_command
 from tests.reward_by_hash import hash_of
 from tests.selection import matrix
 from tests.test_resume import assert_goes_on_with_other_ranks, interrupted_after
 
-pytestmark = [pytest.mark.distributed, matrix]
+TORCHRUN = pytest.param(2, marks=[pytest.mark.distributed, matrix])
+on_two_ranks = pytest.mark.parametrize("workplace", [TORCHRUN], indirect=True)
 
 STEPS = 3
 PROMPTS = 12
@@ -43,7 +48,7 @@ METRICS = set(
     """
     task_reward final_reward kl_reward importance_weight actor_clip_ratio actor_loss ppo_approx_kl advantage avg_seq_len
     avg_prompt_len n_tokens n_valid_tokens n_seqs no_eos_ratio rollout/rewards rollout/response_length
-    rollout/policy_version rollout/idle_share rollout/idle_share_max rollout/idle_share/engine_1 rollout/tail_share
+    rollout/policy_version rollout/idle_share rollout/idle_share_max rollout/tail_share
     rollout/batch_fill train/entropy_loss train/grad_norm train/learning_rate train/early_stopped_minibatches
     train/behaviour_logprob_diff seconds/rollout seconds/update seconds/sync seconds/step tokens_per_second/rollout
     rollout/mfu train/mfu
@@ -51,7 +56,7 @@ METRICS = set(
 )
 
 
-def command(place: Path, output: Path, *more: str, ranks: int = 2) -> list[str]:
+def program(place: Path, output: Path, *more: str) -> list[str]:
     saved = (
         "save.ckpt_freq_steps=1",
         f"save.keep_last={STEPS}",
@@ -65,19 +70,30 @@ def command(place: Path, output: Path, *more: str, ranks: int = 2) -> list[str]:
         *saved,
         *more,
     )
-    return torchrun_command(ranks, *TRAIN, *overrides)
+    return [*TRAIN, *overrides]
 
 
-@pytest.fixture(scope="module")
-def workplace(arithmetic: Path) -> Path:
+def command(place: Path, output: Path, *more: str, ranks: int = 2) -> list[str]:
+    return torchrun_command(ranks, *program(place, output, *more))
+
+
+@pytest.fixture(scope="module", params=[1, TORCHRUN])
+def workplace(
+    made_arithmetic: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Path:
     """Data, a random model, and a finished run of three steps with a reference.
 
     The run has 12 prompts and uses 8 of them a step, so that its steps are epochs and share
     prompts; a hash of text and solutions rewards."""
-    place = arithmetic
+    ranks = request.param
+    place = tmp_path_factory.mktemp("workplace") / f"TP{ranks}"
+    shutil.copytree(made_arithmetic, place)
     lines = (place / "data" / "train.jsonl").read_text().splitlines(keepends=True)[:PROMPTS]
     (place / "few.jsonl").write_text("".join(lines))
-    process = run(*command(place, place / "run"))
+    if ranks == 1:
+        process = run_ranks(1, *program(place, place / "run", "parallel.tensor=1"))
+    else:
+        process = run(*command(place, place / "run"))
     (place / "console.txt").write_text(process.stdout + process.stderr)
     return place
 
@@ -87,6 +103,8 @@ def test_every_step_tells_its_metrics(workplace: Path) -> None:
     assert [row["step"] for row in metrics] == [1, 2, 3]
     for row in metrics:
         assert row.keys() >= METRICS
+        has_second_engine = "rollout/idle_share/engine_1" in row
+        assert has_second_engine == (workplace.name == "TP2")
         assert row["n_seqs"] == PER_STEP * GROUP and row["train/minibatches"] == UPDATES
         assert row["n_tokens"] == pytest.approx(row["avg_seq_len"] * row["n_seqs"])
         assert row["train/behaviour_logprob_diff_max"] < 1e-5
@@ -183,7 +201,8 @@ def test_kl_and_clipping_are_at_work(workplace: Path) -> None:
 
 def test_the_console_tells_the_steps_and_what_is_not_at_its_default(workplace: Path) -> None:
     console = (workplace / "console.txt").read_text()
-    assert "Layout: TP2 x PP1 x DP1, 2 engines of TP1" in console
+    engines = {"TP1": "1 engine", "TP2": "2 engines"}[workplace.name]
+    assert f"Layout: {workplace.name} x PP1 x DP1, {engines} of TP1" in console
     (data,) = re.findall(r"^  data: .*$", console, re.MULTILINE)
     assert "prompts_per_step=8" in data and "shuffle" not in data
     assert "  sft: " not in console and "weight_decay" not in console
@@ -199,6 +218,7 @@ def test_the_console_tells_the_steps_and_what_is_not_at_its_default(workplace: P
     assert not re.search(r"[\r\x1b]", console)
 
 
+@on_two_ranks
 def test_the_console_has_only_lines_of_the_program_and_those_of_libraries_are_in_the_log(
     workplace: Path,
 ) -> None:
@@ -233,7 +253,7 @@ def test_the_run_leaves_summary_samples_and_events(workplace: Path) -> None:
     ]
     assert any((folder / "tensorboard").iterdir())
     report = (folder / "report.html").read_text()
-    assert "TP2 x PP1 x DP1" in report and '"title":"Seconds by phase"' in report
+    assert f"{workplace.name} x PP1 x DP1" in report and '"title":"Seconds by phase"' in report
     console = run("-m", "rlmath.cli.samples", str(folder)).stdout
     assert "reward" in console
 
@@ -262,6 +282,7 @@ def test_the_exported_model_answers_alike_in_transformers_and_vllm(workplace: Pa
     assert json.loads(console.strip().splitlines()[-1]) == answers
 
 
+@on_two_ranks
 def test_a_run_goes_on_with_another_number_of_ranks(workplace: Path, tmp_path: Path) -> None:
     """Killed after its second step, with two ranks; one rank makes the third."""
     whole = workplace / "run"
@@ -296,6 +317,7 @@ def test_a_kept_checkpoint_is_exported_and_converts_to_the_very_same_model(
     assert all(torch.equal(converted[name], exported[name]) for name in converted)
 
 
+@on_two_ranks
 def test_a_mistake_is_told_before_anything_starts(workplace: Path) -> None:
     overrides = small_run(workplace, workplace / "other")
     process = run(*torchrun_command(2, *TRAIN, *overrides, "rollout.grop_size=4"), expect=1)
@@ -309,11 +331,13 @@ def test_a_mistake_is_told_before_anything_starts(workplace: Path) -> None:
     assert not (workplace / "other").exists()
 
 
-def test_a_reward_function_of_the_users_trains_and_its_failures_are_told(workplace: Path) -> None:
+def test_a_reward_function_of_the_users_trains_and_its_failures_are_told(
+    arithmetic: Path, tmp_path: Path
+) -> None:
     """Every second of its calls fails.
 
     The run goes on, warns, and names a file with one of them."""
-    functions = workplace / "functions"
+    functions = tmp_path / "functions"
     functions.mkdir()
     (functions / "half_broken.py").write_text(
         "from pathlib import Path\n"
@@ -325,21 +349,23 @@ def test_a_reward_function_of_the_users_trains_and_its_failures_are_told(workpla
         "        raise ValueError('even')\n"
         "    return float(len(completion)), {'length': len(completion)}\n"
     )
-    overrides = small_run(workplace, workplace / "own")
+    folder = tmp_path / "own"
+    overrides = small_run(arithmetic, folder)
     function_settings = (
+        "parallel.tensor=1",
         "run.total_steps=3",
         "reward.function=half_broken:reward",
         "reward.function_failure=-1",
     )
-    process = run(*torchrun_command(2, *TRAIN, *overrides, *function_settings), path=functions)
-    row, *later = metric_rows(workplace / "own")
+    process = run_ranks(1, *TRAIN, *overrides, *function_settings, path=functions)
+    row, *later = metric_rows(folder)
     assert 0 < row["reward/failures"] < 1
     assert row["reward/failures"] + row["reward/verdict/function"] == pytest.approx(1.0)
     assert row["reward/own/length"] > 0
     assert row["task_reward"] == pytest.approx(
         row["reward/own/length"] * row["reward/verdict/function"] - row["reward/failures"]
     )
-    failures_file = workplace / "own" / "samples" / "failure-000001.jsonl"
+    failures_file = folder / "samples" / "failure-000001.jsonl"
     console = process.stderr + process.stdout
     assert (
         console.count("could not be judged") == 1
@@ -349,14 +375,13 @@ def test_a_reward_function_of_the_users_trains_and_its_failures_are_told(workpla
     assert all(
         abs(later_row["reward/failures"] - row["reward/failures"]) <= 0.2 for later_row in later
     ), "it is no news"
-    assert (workplace / "own" / "run.log").read_text().count("could not be judged") == 3
+    assert (folder / "run.log").read_text().count("could not be judged") == 3
     failure = json.loads(failures_file.read_text())
     assert any(
         "ValueError: even" in completion["extracted"] for completion in failure["completions"]
     )
 
 
-@pytest.mark.full
 def test_a_reward_function_that_fails_on_every_answer_ends_the_run_and_corrected_can_resume(
     arithmetic: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -375,9 +400,13 @@ def test_a_reward_function_that_fails_on_every_answer_ends_the_run_and_corrected
     )
     file = functions / "steps.py"
     file.write_text(source.replace("LAST", "1 + 32"))
-    function_settings = ("run.total_steps=2", f"reward.function={file}:reward")
+    function_settings = (
+        "parallel.tensor=1",
+        "run.total_steps=2",
+        f"reward.function={file}:reward",
+    )
     overrides = (*small_run(arithmetic, folder), *function_settings)
-    console = run(*torchrun_command(2, *TRAIN, *overrides), expect=1).stderr
+    console = run_ranks(1, *TRAIN, *overrides, expect=MISTAKE).stderr
     assert (
         "ended in step 2, of which nothing was learned: reward.function failed on all of 32 "
         "completions" in console
@@ -391,7 +420,7 @@ def test_a_reward_function_that_fails_on_every_answer_ends_the_run_and_corrected
     assert exit_status.status == MISTAKE and "KeyError: 'no such column'" in exit_status.message
     assert len(metric_rows(folder)) == 1
     file.write_text(source.replace("LAST", "10**6"))
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "1")
     recovery = prepare_grpo(load_config([REPOSITORY / "configs" / "demo.yaml"], overrides)).recovery
     assert recovery is not None and [checkpoint.step for checkpoint, _ in recovery.candidates] == [
         1
@@ -400,7 +429,6 @@ def test_a_reward_function_that_fails_on_every_answer_ends_the_run_and_corrected
     assert "has changed since the checkpoint of step 1" in warning
 
 
-@pytest.mark.full
 def test_a_reward_function_that_is_late_on_every_call_ends_the_run_without_a_model(
     arithmetic: Path,
 ) -> None:
@@ -409,13 +437,13 @@ def test_a_reward_function_that_is_late_on_every_call_ends_the_run_without_a_mod
     functions.mkdir()
     (functions / "slow.py").write_text("import time\ndef reward(*_):\n    time.sleep(60)\n")
     function_settings = (
+        "parallel.tensor=1",
         "run.total_steps=3",
         f"reward.function={functions / 'slow.py'}:reward",
         "reward.timeout_seconds=0.2",
     )
-    console = run(
-        *torchrun_command(2, *TRAIN, *small_run(arithmetic, folder), *function_settings), expect=1
-    ).stderr
+    overrides = (*small_run(arithmetic, folder), *function_settings)
+    console = run_ranks(1, *TRAIN, *overrides, expect=MISTAKE).stderr
     assert (
         "reward.function failed on all completions of two steps in a row: on 32 of 32 it took more"
         in console
@@ -433,6 +461,7 @@ def replay(folder: Path, *more: str, expect: int = 0) -> tuple[dict, str]:
     return json.loads(Path(paths[0]).read_text()) if paths else {}, process.stderr
 
 
+@on_two_ranks
 @pytest.mark.parametrize("layout", [(2, 1, 1), pytest.param((4, 2, 2), marks=pytest.mark.full)])
 def test_a_captured_step_is_the_same_in_another_layout(
     workplace: Path, tmp_path: Path, layout: tuple[int, int, int]
@@ -454,9 +483,10 @@ def test_a_captured_step_is_the_same_in_another_layout(
 
 def test_the_rollout_of_a_captured_step_is_made_again_token_by_token(workplace: Path) -> None:
     """The engine alone makes it, from the checkpoint; the user's function gives the rewards."""
-    _, refusal = replay(workplace / "run", "--part", "rollout", expect=MISTAKE)
+    make_again = partial(forked_ranks.replay, 1) if workplace.name == "TP1" else replay
+    _, refusal = make_again(workplace / "run", "--part", "rollout", expect=MISTAKE)
     assert "tests.reward_by_hash:reward" in refusal and "--with-functions" in refusal
-    comparison, _ = replay(workplace / "run", "--part", "rollout", "--with-functions")
+    comparison, _ = make_again(workplace / "run", "--part", "rollout", "--with-functions")
     total = PER_STEP * GROUP
     assert (
         comparison["same_tokens"]

@@ -1,8 +1,8 @@
-"""One run with everything on, as a user starts it.
+"""One run with everything on.
 
 Its records on the disk say what each part was given.
 
-Two ranks that train and sample, a critic, two length stages, partial rollouts, two updates a step
+One rank or two that train and sample, a critic, two length stages, partial rollouts, two updates a step
 and three epochs of the critic, two rewards of weights 1 and 3, functions of a plugin's, validation
 with a template, lengths and a scorer of its own, pass rates of an earlier run, a captured step; its
 third step breaks the policy, and it goes back. No two settings are alike that one part could take
@@ -25,11 +25,9 @@ from rlmath.checkpoint.capture import read_capture
 from rlmath.checkpoint.directory import read_progress
 from rlmath.checkpoint.unfinished_groups import UNFINISHED, read_unfinished
 from rlmath.distributed.fault_tolerance.exit_codes import FINISHED, read_exit_status
-from tests.programs import TRAIN, metric_rows, rows, run, small_run, torchrun_command
+from tests.forked_ranks import replay, run_ranks
+from tests.programs import TRAIN, metric_rows, rows, run, small_run
 from tests.spoiled_run import SPOILED_STEP
-from tests.test_end_to_end import replay
-
-pytestmark = pytest.mark.distributed
 
 STAGES = (2, 3)
 LIMITS = (12, 12, 20, 20, 20)
@@ -99,7 +97,12 @@ validation.samples=4 validation.temperature=0.8 validation.max_new_tokens=9 vali
 telemetry.sample_groups_per_step=100 telemetry.metrics=[texts] telemetry.capture_steps=[5] save.ckpt_freq_steps=1
 save.ckpt_freq_secs=null save.keep_last={STEPS + 1}
 """.split()
-KINDS = {"full": ("algorithm.reference_every_steps=4",), "lora": ("lora.rank=4",)}
+KINDS = {
+    "full": ("algorithm.reference_every_steps=4",),
+    "one_rank": ("algorithm.reference_every_steps=4",),
+    "lora": ("lora.rank=4",),
+}
+RANKS = {"full": 2, "one_rank": 1, "lora": 2}
 SPOILED = (
     "tests/spoiled_run.py",
     "--config",
@@ -117,7 +120,7 @@ def train(place: Path, folder: Path, kind: str, *program: str) -> str:
         *small_run(place, folder),
         *(setting.format(place=place) for setting in (*SETTINGS, *KINDS[kind])),
     ]
-    return run(*torchrun_command(2, *program, *everything), timeout=1800).stderr
+    return run_ranks(RANKS[kind], *program, *everything, timeout=1800).stderr
 
 
 @pytest.fixture(scope="module")
@@ -140,11 +143,18 @@ def place(arithmetic: Path) -> Path:
     return arithmetic
 
 
-@pytest.fixture(scope="module", params=["full", pytest.param("lora", marks=pytest.mark.full)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("full", marks=pytest.mark.distributed),
+        pytest.param("lora", marks=[pytest.mark.distributed, pytest.mark.full]),
+        "one_rank",
+    ],
+)
 def whole(place: Path, request: pytest.FixtureRequest) -> Path:
     """The folder of a run that was never killed.
 
-    Its name says whether all weights learn or only adapters."""
+    Its name says whether all weights learn or only adapters, and on how many ranks."""
     folder = place / request.param
     (folder.with_suffix(".txt")).write_text(train(place, folder, folder.name, *SPOILED))
     return folder
@@ -174,7 +184,7 @@ def test_it_goes_back_once_and_ends(whole: Path) -> None:
     metrics = rows(whole)
     assert [row["step"] for row in metrics] == list(range(1, STEPS + 1))
     assert whole.with_suffix(".txt").read_text().count("Rollback 1 of at most 2") == 1
-    assert "TP1 x PP1 x DP2" in (whole / "report.html").read_text()
+    assert f"TP1 x PP1 x DP{RANKS[whole.name]}" in (whole / "report.html").read_text()
     assert json.loads((whole / "summary.json").read_text())["steps"] == STEPS
     (record,) = json.loads((whole / "rollbacks.json").read_text())["rollbacks"]
     assert (record["step"], record["diverged_step"]) == (SPOILED_STEP - 1, SPOILED_STEP)
@@ -292,7 +302,7 @@ def test_policy_and_critic_have_rates_and_epochs_of_their_own_and_both_are_lower
         assert progress.updates == updates_before(step + 1)
         assert (progress.critic_updates, progress.syncs) == (step * of_critic, step)
         assert progress.learned_step == step, "the first one, in which the critic learns alone, too"
-        assert progress.has_model("reference") == (step >= 4 and whole.name == "full")
+        assert progress.has_model("reference") == (step >= 4 and whole.name != "lora")
         assert list(progress.rewards) == [row["task_reward"] for row in metrics[:step]]
     assert abs(metrics[1]["critic/value"]) > 0, (
         "the model of critic.path has a head of its own, or has learned"
@@ -358,7 +368,7 @@ def test_a_captured_step_is_made_again_to_the_bit_without_the_data(
         .replace(str(place / "few.jsonl"), "/nowhere/few.jsonl")
     )
     (capture / "config.yaml").write_text(settings)
-    comparison, console = replay(capture, "--state", str(state))
+    comparison, console = replay(RANKS[whole.name], capture, "--state", str(state))
     assert comparison["start"] == comparison["weights"] == "equal" and comparison["bit_equal"]
     of_critic = [f"critic {n + 1}" for n in range(MINIBATCHES * CRITIC_EPOCHS)]
     assert {difference["minibatch"] for difference in comparison["differences"]} == {
@@ -386,7 +396,7 @@ def test_killed_later_it_goes_on_with_all_of_it(place: Path, whole: Path, tmp_pa
         ]
         (folder / name).write_text("".join(f"{line}\n" for line in lines) + '{"step": 5, "lo')
     console = train(place, folder, whole.name, *TRAIN)
-    assert f"step-{SAVED:06d}, made on TP1 x PP1 x DP2" in console
+    assert f"step-{SAVED:06d}, made on TP1 x PP1 x DP{RANKS[whole.name]}" in console
     after_resume = rows(folder)
     expected = rows(whole)
     if whole.name == "lora":  # the first sync of a start sends the base, too

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.programs import TRAIN, run, small_run, torchrun_command
+from tests.forked_ranks import run_ranks
+from tests.programs import TRAIN, run, small_run
 from tests.selection import matrix
 
 pytestmark = [pytest.mark.distributed, matrix]
@@ -27,7 +28,7 @@ def train(place: Path, folder: Path, ranks: int, *more: str) -> Path:
         "lora.alpha=8",
         *more,
     ]
-    run(*torchrun_command(ranks, *TRAIN, *settings, f"parallel.tensor={ranks}"), timeout=999)
+    run_ranks(ranks, *TRAIN, *settings, f"parallel.tensor={ranks}")
     return folder
 
 

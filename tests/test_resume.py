@@ -1,7 +1,7 @@
 """A run that was interrupted goes on as if nothing had happened: the same metrics, bit for bit.
 
-The long ones: in CI are those of `test_everything_on.py`, on the same ranks, and of
-`test_end_to_end.py`, on others.
+On several ranks these are long: in CI are those of `test_everything_on.py`, on the same ranks, and
+of `test_end_to_end.py`, on others.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import TRAIN, rows, run, small_run, torchrun_command
+from tests.forked_ranks import run_ranks
+from tests.programs import TRAIN, rows, small_run
 
-pytestmark = [pytest.mark.distributed, pytest.mark.full]
+long = (pytest.mark.distributed, pytest.mark.full)
 
 STEPS = 4
-RANKS = 2
 LONG_TAIL = ("rollout.group_size=2", "rollout.max_new_tokens=96", "rollout.slice_tokens=12")
 """Most completions need several slices, and in every round some of the small groups become
 complete."""
@@ -42,6 +42,9 @@ LAYOUTS = {
         "optimizer.loss_scale_window=1",
     ),
 }
+ONE_RANK = ("defer on one rank", "float16 on one rank")
+for name in ONE_RANK:
+    LAYOUTS[name] = LAYOUTS[name.split()[0]]
 IN_FLIGHT = {"carry": "rollout/sequences_in_flight", "defer": "rollout/deferred_groups"}
 """The metric of what a step leaves unfinished, by layout."""
 SETTINGS = (
@@ -61,16 +64,13 @@ SETTINGS = (
 """The random model is never right, but it can learn to be short."""
 
 
-def command(place: Path, folder: Path, *overrides: str, ranks: int = RANKS) -> list[str]:
-    everything = [*small_run(place, folder), *SETTINGS, *overrides]
-    return torchrun_command(ranks, *TRAIN, *everything)
+def train(place: Path, folder: Path, layout: str, *more: str, ranks: int | None = None) -> str:
+    """What the console said.
 
-
-def train(place: Path, folder: Path, *overrides: str, ranks: int = RANKS) -> str:
-    """What the console said."""
-    return run(
-        *command(place, folder, *overrides, ranks=ranks), path=place / "functions", timeout=999
-    ).stderr
+    There are as many ranks as the layout has, if not `ranks`."""
+    settings = [*small_run(place, folder), *SETTINGS, *LAYOUTS[layout], *more]
+    ranks = ranks or (1 if layout in ONE_RANK else 2)
+    return run_ranks(ranks, *TRAIN, *settings, path=place / "functions").stderr
 
 
 def learned_prompts(folder: Path) -> list[list[str]]:
@@ -121,14 +121,17 @@ def whole_runs(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> di
 
     class Runs(dict[str, Path]):
         def __missing__(self, layout: str) -> Path:
-            train(arithmetic, place / layout, *LAYOUTS[layout])
+            train(arithmetic, place / layout, layout)
             self[layout] = place / layout
             return self[layout]
 
     return Runs()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(layout, marks=() if layout in ONE_RANK else long) for layout in LAYOUTS],
+)
 def test_resumed_after_a_step_the_metrics_are_those_of_an_uninterrupted_run(
     arithmetic: Path, whole_runs: dict[str, Path], tmp_path: Path, layout: str
 ) -> None:
@@ -136,12 +139,13 @@ def test_resumed_after_a_step_the_metrics_are_those_of_an_uninterrupted_run(
     folder = tmp_path / "run"
     step = 2
     interrupted_after(step, whole, folder)
-    console = train(arithmetic, folder, *LAYOUTS[layout])
+    console = train(arithmetic, folder, layout)
     assert f"step-{step:06d}, made on" in console
     assert rows(folder) == rows(whole) and len(rows(whole)) == STEPS
     assert all(row["train/grad_norm"] > 0 for row in rows(whole))
-    if layout in IN_FLIGHT:
-        assert rows(whole)[step - 1][IN_FLIGHT[layout]] > 0, (
+    tail = layout.split()[0]
+    if tail in IN_FLIGHT:
+        assert rows(whole)[step - 1][IN_FLIGHT[tail]] > 0, (
             "nothing was in flight when it was killed"
         )
     for name in ("model.safetensors", "config.json"):
@@ -153,16 +157,20 @@ def test_resumed_after_a_step_the_metrics_are_those_of_an_uninterrupted_run(
     assert json.loads((folder / "exit_status.json").read_text())["status"] == 0
 
 
+@pytest.mark.distributed
+@pytest.mark.full
 def test_a_run_goes_on_with_eight_ranks(
     arithmetic: Path, whole_runs: dict[str, Path], tmp_path: Path
 ) -> None:
     whole = whole_runs["TP2"]
     folder = tmp_path / "run"
     interrupted_after(2, whole, folder)
-    train(arithmetic, folder, "parallel.tensor=2", ranks=8)
+    train(arithmetic, folder, "TP2", ranks=8)
     assert_goes_on_with_other_ranks(folder, whole)
 
 
+@pytest.mark.distributed
+@pytest.mark.full
 @pytest.mark.parametrize("tail", ["carry", "defer"])
 def test_groups_in_flight_go_on_with_another_number_of_engines(
     arithmetic: Path, whole_runs: dict[str, Path], tmp_path: Path, tail: str
@@ -175,9 +183,9 @@ def test_groups_in_flight_go_on_with_another_number_of_engines(
     one_rank_run = tmp_path / "one"
     two_rank_run = tmp_path / "two"
     interrupted_after(1, whole, one_rank_run)
-    train(arithmetic, one_rank_run, *LAYOUTS[tail], ranks=1)
+    train(arithmetic, one_rank_run, tail, ranks=1)
     interrupted_after(2, one_rank_run, two_rank_run)
-    train(arithmetic, two_rank_run, *LAYOUTS[tail])
+    train(arithmetic, two_rank_run, tail)
     assert all(row[IN_FLIGHT[tail]] > 0 for row in rows(whole)[:2])
     prompts = [prompt for step in learned_prompts(whole) for prompt in step]
     assert len(prompts) >= STEPS * 8 and len(set(prompts)) == len(prompts)
@@ -192,16 +200,17 @@ def test_groups_in_flight_go_on_with_another_number_of_engines(
             assert [row[name] for row in rows(folder)] == [row[name] for row in rows(whole)], name
 
 
+@pytest.mark.parametrize("layout", ["defer on one rank", pytest.param("TP2", marks=long)])
 def test_a_finished_run_is_left_as_it_is_and_can_be_made_longer(
-    arithmetic: Path, whole_runs: dict[str, Path], tmp_path: Path
+    arithmetic: Path, whole_runs: dict[str, Path], tmp_path: Path, layout: str
 ) -> None:
     folder = tmp_path / "run"
-    shutil.copytree(whole_runs["TP2"], folder)
+    shutil.copytree(whole_runs[layout], folder)
     before = rows(folder)
     model = (folder / "hf_model" / "model.safetensors").read_bytes()
-    train(arithmetic, folder, *LAYOUTS["TP2"])
+    train(arithmetic, folder, layout)
     assert rows(folder) == before
     assert (folder / "hf_model" / "model.safetensors").read_bytes() == model
     longer = f"run.total_steps={STEPS + 1}"
-    train(arithmetic, folder, *LAYOUTS["TP2"], longer)
+    train(arithmetic, folder, layout, longer)
     assert rows(folder)[:STEPS] == before and len(rows(folder)) == STEPS + 1

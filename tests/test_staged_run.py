@@ -11,9 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.programs import TRAIN, rows, run, small_run, torchrun_command
-
-pytestmark = [pytest.mark.distributed, pytest.mark.full]
+from tests.forked_ranks import run_ranks
+from tests.programs import TRAIN, rows, run, small_run
 
 STAGES = ("stages.steps=[2,2,1]", "stages.max_new_tokens=[8,16,24]")
 COMMON = """
@@ -31,10 +30,10 @@ def short(completion, solutions, row):
 """The random model is never right, but it can learn to be short."""
 
 
-def train(place: Path, folder: Path, *overrides: str) -> str:
+def train(place: Path, folder: Path, ranks: int, *overrides: str) -> str:
     """What the console said."""
-    command = torchrun_command(2, *TRAIN, *small_run(place, folder), *COMMON, *overrides)
-    return run(*command, path=place / "shortness", timeout=1800).stderr
+    settings = [*small_run(place, folder), f"parallel.tensor={ranks}", *COMMON, *overrides]
+    return run_ranks(ranks, *TRAIN, *settings, path=place / "shortness", timeout=1800).stderr
 
 
 def staged(place: Path) -> tuple[str, ...]:
@@ -57,10 +56,15 @@ def staged(place: Path) -> tuple[str, ...]:
     )
 
 
-@pytest.fixture(scope="module")
-def whole(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The undisturbed run, and what its console said."""
-    (arithmetic / "shortness").mkdir()
+@pytest.fixture(
+    scope="module",
+    params=[1, pytest.param(2, marks=[pytest.mark.distributed, pytest.mark.full])],
+)
+def whole(
+    arithmetic: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[Path, str, int]:
+    """The undisturbed run, what its console said, and its ranks."""
+    (arithmetic / "shortness").mkdir(exist_ok=True)
     (arithmetic / "shortness" / "shortness.py").write_text(FUNCTION)
     odd = [
         {"prompt": prompt, "task": "math", "query_id": f"odd-{number}", "solutions": ["3"]}
@@ -68,13 +72,13 @@ def whole(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     ]
     (arithmetic / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in odd))
     folder = tmp_path_factory.mktemp("staged") / "whole"
-    return folder, train(arithmetic, folder, *staged(arithmetic))
+    return folder, train(arithmetic, folder, request.param, *staged(arithmetic)), request.param
 
 
 def test_validations_are_those_of_the_weights_that_were_kept(
-    arithmetic: Path, whole: tuple[Path, str]
+    arithmetic: Path, whole: tuple[Path, str, int]
 ) -> None:
-    folder, console = whole
+    folder, console, _ = whole
     rows_by_step = {row["step"]: row for row in rows(folder, "validation.jsonl")}
     assert list(rows_by_step) == [0, 2, 4, 5]
     for row in rows_by_step.values():
@@ -116,14 +120,14 @@ def greedy(place: Path, model: Path) -> tuple[float, float]:
 
 
 def test_the_first_stage_is_a_plain_run_and_validation_changes_nothing(
-    arithmetic: Path, whole: tuple[Path, str], tmp_path: Path
+    arithmetic: Path, whole: tuple[Path, str, int], tmp_path: Path
 ) -> None:
     lengths = (
         "rollout.max_new_tokens=8",
         "policy.max_tokens_per_microbatch=256",
         "run.total_steps=2",
     )
-    train(arithmetic, tmp_path / "plain", *lengths)
+    train(arithmetic, tmp_path / "plain", whole[2], *lengths)
     staged_names = ("stage", "rollout/max_new_tokens")
     stage = [
         {key: metric for key, metric in row.items() if key not in staged_names}

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.programs import TRAIN, metric_rows, run, small_run, torchrun_command
-
-pytestmark = [pytest.mark.distributed, pytest.mark.full]
+from rlmath.cli import make_tiny_model
+from tests.forked_ranks import run_ranks
+from tests.programs import TRAIN, metric_rows, small_run
 
 STEPS = 3
 
@@ -16,18 +17,29 @@ STEPS = 3
 def make_teacher(place: Path) -> Path:
     """A random model of another shape than the base."""
     shape = ("--hidden", "96", "--layers", "2", "--seed", "8")
-    run("-m", "rlmath.cli.make_tiny_model", "--output", str(place / "teacher"), *shape)
+    with torch.random.fork_rng():
+        make_tiny_model.main(["--output", str(place / "teacher"), *shape])
     return place / "teacher"
 
 
-@pytest.mark.parametrize("loss", ["full", "advantage"])
-def test_a_run_without_rewards_comes_closer_to_its_teacher(arithmetic: Path, loss: str) -> None:
+@pytest.mark.parametrize(
+    ("loss", "ranks"),
+    [
+        ("full", 1),
+        ("advantage", 1),
+        pytest.param("full", 2, marks=[pytest.mark.distributed, pytest.mark.full]),
+        pytest.param("advantage", 2, marks=[pytest.mark.distributed, pytest.mark.full]),
+    ],
+)
+def test_a_run_without_rewards_comes_closer_to_its_teacher(
+    arithmetic: Path, tmp_path: Path, loss: str, ranks: int
+) -> None:
     """The KL per token falls.
 
     The teacher is offloaded between its passes, and the phases are logged."""
-    output = arithmetic / loss
+    output = tmp_path / "run"
     settings = (
-        f"teacher.path={make_teacher(arithmetic / ('with_' + loss))}",
+        f"teacher.path={make_teacher(tmp_path)}",
         f"teacher.loss={loss}",
         "memory.offload_teacher=true",
         f"run.total_steps={STEPS}",
@@ -35,7 +47,14 @@ def test_a_run_without_rewards_comes_closer_to_its_teacher(arithmetic: Path, los
         "save.ckpt_freq_secs=null",
     )
     recipe = ("--config", "configs/algorithms/distill.yaml")
-    process = run(*torchrun_command(2, *TRAIN, *recipe, *small_run(arithmetic, output), *settings))
+    process = run_ranks(
+        ranks,
+        *TRAIN,
+        *recipe,
+        *small_run(arithmetic, output),
+        f"parallel.tensor={ranks}",
+        *settings,
+    )
     rows = metric_rows(output)
     assert len(rows) == STEPS and all(row["seconds/teacher"] > 0 for row in rows)
     assert rows[0]["train/teacher_kl"] > rows[-1]["train/teacher_kl"] > 0

@@ -14,12 +14,9 @@ import pytest
 from rlmath.checkpoint.capture import read_capture
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MISTAKE
 from rlmath.replay.replay import find_capture
-from tests.programs import TRAIN, metric_rows, rows, run, small_run, torchrun_command
-from tests.selection import matrix
-from tests.test_end_to_end import replay
+from tests.forked_ranks import replay, run_ranks
+from tests.programs import TRAIN, metric_rows, rows, small_run
 from tests.tool_models import CODES, make_script_model
-
-pytestmark = [pytest.mark.distributed, matrix]
 
 STEPS = 2
 PROMPTS = 3
@@ -51,7 +48,7 @@ def train(place: Path, steps: int, *more: str) -> str:
         f"run.total_steps={steps}",
         *more,
     ]
-    return run(*torchrun_command(1, *TRAIN, *settings), timeout=999).stderr
+    return run_ranks(1, *TRAIN, *settings).stderr
 
 
 def sampled(folder: Path, step: int) -> list[dict[str, Any]]:
@@ -122,17 +119,17 @@ def test_a_capture_has_the_calls_and_its_update_masks_void_turns(
     codes = {call.code for completion in completions for call in completion.calls}
     assert codes & set(CODES)
     assert any(not completion.text.endswith("}") for completion in completions)
-    comparison, _ = replay(folder, "--output", str(tmp_path / "mask"))
+    comparison, _ = replay(1, folder, "--output", str(tmp_path / "mask"))
     assert comparison["same"]
     output = str(tmp_path / "keep")
-    comparison, _ = replay(folder, "tools.void_turns=keep", "--output", output, expect=FAILURE)
+    comparison, _ = replay(1, folder, "tools.void_turns=keep", "--output", output, expect=FAILURE)
     relative = [
         difference["relative"]
         for difference in comparison["differences"]
         if difference["name"] == "grad_norm"
     ]
     assert max(relative) > 0.01
-    _, refusal = replay(folder, "--part", "rollout", expect=MISTAKE)
+    _, refusal = replay(1, folder, "--part", "rollout", expect=MISTAKE)
     assert "runs no code of a model's" in refusal
 
 

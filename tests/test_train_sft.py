@@ -21,6 +21,7 @@ from rlmath.distributed.device import GPU_PACKAGES
 from rlmath.distributed.fault_tolerance.exit_codes import read_exit_status
 from rlmath.run.startup import prepare_sft
 from tests.distributed.test_sft import loss_and_hits
+from tests.forked_ranks import run_ranks
 from tests.programs import REPOSITORY, metric_rows, rows, run, torchrun_command
 from tests.tiny_models import shape_of
 
@@ -46,9 +47,13 @@ def settings(place: Path, output: Path, *more: str) -> list[str]:
     ]
 
 
-@pytest.fixture(scope="module")
-def whole(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An undisturbed run of four steps on two data-parallel ranks; its console is beside it.
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=distributed)])
+def whole(
+    arithmetic: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Path:
+    """An undisturbed run of four steps on one rank, or two under torchrun.
+
+    Its console is beside it.
 
     There are packages of the names of those for GPUs, whose imports would be told on the console.
     """
@@ -67,12 +72,14 @@ def whole(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"data.chat_template={template}",
     )
     command = [*SFT, *settings(arithmetic, folder, f"run.total_steps={STEPS}", *unused_settings)]
-    process = run(*torchrun_command(2, *command), path=packages)
+    if request.param == 1:
+        process = run_ranks(1, *command, path=packages)
+    else:
+        process = run(*torchrun_command(2, *command), path=packages)
     folder.with_suffix(".console.txt").write_text(process.stderr)
     return folder
 
 
-@distributed
 def test_a_run_tells_its_numbers_and_leaves_a_model(arithmetic: Path, whole: Path) -> None:
     told_rows = rows(whole)
     assert [row["step"] for row in told_rows] == list(range(STEPS + 1))
@@ -85,7 +92,9 @@ def test_a_run_tells_its_numbers_and_leaves_a_model(arithmetic: Path, whole: Pat
     assert (
         "Without effect in supervised training: rollout.group_size, algorithm.kl_coef." in console
     )
-    assert "Layout: TP1 x PP1 x DP2\n" in console and "Held out: 20 sequences." in console
+    assert (
+        re.search(r"Layout: TP1 x PP1 x DP[12]\n", console) and "Held out: 20 sequences." in console
+    )
     assert re.search(r" step 4/4 loss \d+\.\d{4} held-out \d+\.\d{4} .*s left 0:00\n", console)
     assert not re.search(r"group_size=|kl_coef=", console), "what has no effect"
     log = (whole / "run.log").read_text()
@@ -104,7 +113,7 @@ def test_a_run_tells_its_numbers_and_leaves_a_model(arithmetic: Path, whole: Pat
         assert AutoTokenizer.from_pretrained(whole / place).chat_template == TEMPLATE
 
 
-@distributed
+@pytest.mark.parametrize("whole", [pytest.param(2, marks=distributed)], indirect=True)
 def test_on_cpu_a_run_imports_no_package_for_gpus(whole: Path) -> None:
     """Megatron would take Transformer Engine's optimizer for tensors on the CPU."""
     assert "IMPORTED" not in whole.with_suffix(".console.txt").read_text()
@@ -124,7 +133,6 @@ def written(arithmetic: Path) -> tuple[list[WrittenSequence], list[WrittenSequen
     return split_held_out(sequences, 0.001, seed=1)
 
 
-@distributed
 def test_the_exported_model_has_the_held_out_loss_that_was_told(
     whole: Path, written: tuple[list[WrittenSequence], list[WrittenSequence]]
 ) -> None:
@@ -142,7 +150,6 @@ def test_the_exported_model_has_the_held_out_loss_that_was_told(
     assert last_row["held_out/token_accuracy"] == pytest.approx(hits / tokens)
 
 
-@distributed
 def test_the_figures_of_every_step_are_those_of_its_sequences(
     arithmetic: Path, whole: Path, written: tuple[list[WrittenSequence], list[WrittenSequence]]
 ) -> None:
