@@ -1,26 +1,31 @@
-"""Training programs whose ranks are children of the tests' process.
+"""Training programs on ranks that are forked from the tests' process, whose imports they share.
 
-A run of five steps takes some five seconds, most of them for its engine: the ranks have what this
-process has imported. Ranks that torchrun starts import for ten seconds more."""
+A run of five steps takes some five seconds, most of them for its engine; under torchrun every rank
+imports for ten seconds more. What a program says of its age counts from the start of the tests."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
 import re
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-# What programs import late is imported here, for all of them.
+import psutil
+from tqdm import tqdm
+
+# Imported here once; programs import it late.
 import rlmath.report.page
 import rlmath.rollout.engine
 import rlmath.run.loop
@@ -28,81 +33,126 @@ import rlmath.run.startup
 import rlmath.trainer.grpo
 import rlmath.trainer.sft  # noqa: F401
 from rlmath.distributed.process import end_with_parent
-from tests.programs import REPOSITORY
+from tests.programs import ENVIRONMENT, REPOSITORY, family, free_port
+
+Processes = list[multiprocessing.context.ForkProcess]
+GRACE_SECONDS = 30.0
+"""Between the request to end that the others get where a rank fails and their being killed."""
 
 
 def run_ranks(
-    ranks: int, *command: str, expect: int = 0, path: Path | None = None, timeout: float = 900.0
+    ranks: int,
+    command: Sequence[str],
+    expect: int = 0,
+    path: Path | None = None,
+    timeout: float = 300.0,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, as `torchrun --nproc-per-node=ranks command` does.
+    """Run a program to its end on so many ranks, as torchrun would start them.
 
-    The first rank that fails ends the others, and `expect` is its status. `path` is an additional
-    folder of modules."""
+    The first rank that fails ends the others, and `expect` is its status (torchrun's would be 1);
+    AssertionError for another one. `path` is an additional folder of modules."""
     context = multiprocessing.get_context("fork")
+    variables = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    if path is not None:
+        variables["PYTHONPATH"] = f"{REPOSITORY}{os.pathsep}{path}"
+    processes: Processes = []
     with tempfile.TemporaryDirectory() as folder:
-        environment = {
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            "PYTHONPATH": os.pathsep.join(map(str, [REPOSITORY, *([path] if path else [])])),
-        }
-        processes = [
-            context.Process(
-                target=run_rank, args=(rank, command, environment, Path(folder), os.getpid())
-            )
-            for rank in range(ranks)
-        ]
-        for process in processes:
-            process.start()
+        files = [Path(folder) / name for name in ("output", "errors")]
+        for file in files:
+            file.touch()
         try:
+            for rank in range(ranks):
+                environment = ENVIRONMENT | variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                arguments = (command, environment, files, os.getpid())
+                process = context.Process(target=run_rank, args=arguments)
+                process.start()
+                processes.append(process)
             status = first_failure(processes, timeout)
+            if status:
+                end_gently(processes)
         finally:
-            for process in processes:
-                process.kill()
-                process.join()
-        output, errors = ((Path(folder) / name).read_text() for name in ("output", "errors"))
-    assert status == expect, f"status {status} after at most {timeout} s\n{output}{errors}"
+            kill(processes)
+            output, errors = (file.read_text("utf-8", errors="replace") for file in files)
+            if sys.exc_info()[0] is not None:
+                print(output, errors, sep="\n")
+    end = f"no end within {timeout} s" if status is None else f"status {status}"
+    assert status == expect, f"{end} instead of status {expect}\n{output}{errors}"
     return subprocess.CompletedProcess(command, status, output, errors)
 
 
 def replay(ranks: int, run: Path, *arguments: str, expect: int = 0) -> tuple[dict[str, Any], str]:
     """What a replay of a run's captured step finds, and its console."""
     command = ("-m", "rlmath.trainer", "replay", str(run), *arguments)
-    console = run_ranks(ranks, *command, expect=expect).stderr
+    console = run_ranks(ranks, command, expect=expect).stderr
     paths = re.findall(r"\S+/replay\.json", console)
     return json.loads(Path(paths[0]).read_text()) if paths else {}, console
 
 
-def first_failure(
-    processes: list[multiprocessing.context.ForkProcess], timeout: float
-) -> int | None:
+def first_failure(processes: Processes, timeout: float) -> int | None:
     """The status of the first process that fails, 0 where none does, None where time is up."""
     deadline = time.monotonic() + timeout
     running = list(processes)
     while running:
-        if not wait([process.sentinel for process in running], deadline - time.monotonic()):
+        sentinels = [process.sentinel for process in running]
+        if not wait(sentinels, max(0.0, deadline - time.monotonic())):
             return None
-        failed = [process.exitcode for process in running if process.exitcode]
-        if failed:
-            return failed[0]
-        running = [process for process in running if process.exitcode is None]
+        # Asked once: a process may end between two questions.
+        statuses = [process.exitcode for process in running]
+        for status in statuses:
+            if status:
+                return status
+        running = [
+            process for process, status in zip(running, statuses, strict=True) if status is None
+        ]
     return 0
 
 
+def end_gently(processes: Processes) -> None:
+    """Ask processes to end, and wait until they have or time is up."""
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + GRACE_SECONDS
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+
+
+def kill(processes: Processes) -> None:
+    """Kill processes, and all that they have started."""
+    for process in processes:
+        for member in family(process.pid or 0):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        process.kill()
+        process.join()
+
+
 def run_rank(
-    rank: int, command: tuple[str, ...], environment: dict[str, str], folder: Path, parent: int
+    command: Sequence[str], environment: dict[str, str], files: list[Path], parent: int
 ) -> None:
-    """Run a program in this process, a new child; files in `folder` get what it prints."""
+    """Run a program in this process, a new child, with nothing that pytest has set in it.
+
+    Its output and errors are added to two `files`."""
     end_with_parent(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    for descriptor, name in ((1, "output"), (2, "errors")):
-        file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    threading.excepthook = threading.__excepthook__
+    sys.unraisablehook = sys.__unraisablehook__
+    tqdm.set_lock(threading.RLock())  # the parent's is shared by processes
+    for descriptor, path in enumerate(files, start=1):
+        file = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, descriptor)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+        os.close(file)
+    sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", closefd=False)
+    sys.stderr = os.fdopen(
+        2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
+    )
+    os.environ.clear()
+    os.environ.update(environment)
     os.chdir(REPOSITORY)
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
     if command[0] == "-m":
@@ -111,9 +161,3 @@ def run_rank(
     else:
         sys.argv = list(command)
         runpy.run_path(command[0], run_name="__main__")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -76,6 +77,13 @@ def start_without_torch(
     *messages, remainder = console.split("ended with 2\n")
     assert len(messages) == len(starts) and remainder == "" and "Traceback" not in console, console
     return messages
+
+
+def free_port() -> int:
+    """A port that nobody listens on; somebody may before it is used."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def family(pid: int) -> list[psutil.Process]:

@@ -16,6 +16,11 @@ matrix = pytest.mark.matrix
 `make test` has another test of the same part of the program."""
 
 
+def two_ranks(mark: pytest.MarkDecorator) -> Any:
+    """The case of two ranks, for a parameter or fixture that `make test` has on one."""
+    return pytest.param(2, marks=[pytest.mark.distributed, mark])
+
+
 def keeping(cases: Iterable[Any], *kept: Any, others: int = 1) -> list[Any]:
     """Cases for `parametrize`, with marks.
 

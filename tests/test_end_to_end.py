@@ -1,6 +1,6 @@
 """The program as a user runs it.
 
-Data and model come from the tools, one rank runs, or two under torchrun, and a model comes out."""
+Data and model come from the tools; a run on one rank, or on two under torchrun, leaves a model."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ from rlmath.answers.verifier import verify
 from rlmath.config.load import load_config
 from rlmath.distributed.fault_tolerance.exit_codes import MISTAKE, read_exit_status
 from rlmath.run.startup import prepare_grpo
-from tests import forked_ranks
-from tests.forked_ranks import run_ranks
+from tests.forked_ranks import replay, run_ranks
 from tests.programs import REPOSITORY, TRAIN, metric_rows, run, small_run, torchrun_command
 from tests.reward_by_hash import hash_of
-from tests.selection import matrix
+from tests.selection import matrix, two_ranks
 from tests.test_resume import assert_goes_on_with_other_ranks, interrupted_after
 
-TORCHRUN = pytest.param(2, marks=[pytest.mark.distributed, matrix])
-on_two_ranks = pytest.mark.parametrize("workplace", [TORCHRUN], indirect=True)
+with_two_ranks = pytest.mark.parametrize("workplace", [two_ranks(matrix)], indirect=True)
 
 STEPS = 3
 PROMPTS = 12
@@ -77,7 +75,7 @@ def command(place: Path, output: Path, *more: str, ranks: int = 2) -> list[str]:
     return torchrun_command(ranks, *program(place, output, *more))
 
 
-@pytest.fixture(scope="module", params=[1, TORCHRUN])
+@pytest.fixture(scope="module", params=[1, two_ranks(matrix)])
 def workplace(
     made_arithmetic: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Path:
@@ -91,7 +89,7 @@ def workplace(
     lines = (place / "data" / "train.jsonl").read_text().splitlines(keepends=True)[:PROMPTS]
     (place / "few.jsonl").write_text("".join(lines))
     if ranks == 1:
-        process = run_ranks(1, *program(place, place / "run", "parallel.tensor=1"))
+        process = run_ranks(1, program(place, place / "run", "parallel.tensor=1"))
     else:
         process = run(*command(place, place / "run"))
     (place / "console.txt").write_text(process.stdout + process.stderr)
@@ -218,7 +216,7 @@ def test_the_console_tells_the_steps_and_what_is_not_at_its_default(workplace: P
     assert not re.search(r"[\r\x1b]", console)
 
 
-@on_two_ranks
+@with_two_ranks
 def test_the_console_has_only_lines_of_the_program_and_those_of_libraries_are_in_the_log(
     workplace: Path,
 ) -> None:
@@ -282,7 +280,7 @@ def test_the_exported_model_answers_alike_in_transformers_and_vllm(workplace: Pa
     assert json.loads(console.strip().splitlines()[-1]) == answers
 
 
-@on_two_ranks
+@with_two_ranks
 def test_a_run_goes_on_with_another_number_of_ranks(workplace: Path, tmp_path: Path) -> None:
     """Killed after its second step, with two ranks; one rank makes the third."""
     whole = workplace / "run"
@@ -317,7 +315,7 @@ def test_a_kept_checkpoint_is_exported_and_converts_to_the_very_same_model(
     assert all(torch.equal(converted[name], exported[name]) for name in converted)
 
 
-@on_two_ranks
+@with_two_ranks
 def test_a_mistake_is_told_before_anything_starts(workplace: Path) -> None:
     overrides = small_run(workplace, workplace / "other")
     process = run(*torchrun_command(2, *TRAIN, *overrides, "rollout.grop_size=4"), expect=1)
@@ -357,7 +355,7 @@ def test_a_reward_function_of_the_users_trains_and_its_failures_are_told(
         "reward.function=half_broken:reward",
         "reward.function_failure=-1",
     )
-    process = run_ranks(1, *TRAIN, *overrides, *function_settings, path=functions)
+    process = run_ranks(1, [*TRAIN, *overrides, *function_settings], path=functions)
     row, *later = metric_rows(folder)
     assert 0 < row["reward/failures"] < 1
     assert row["reward/failures"] + row["reward/verdict/function"] == pytest.approx(1.0)
@@ -382,12 +380,13 @@ def test_a_reward_function_of_the_users_trains_and_its_failures_are_told(
     )
 
 
+@pytest.mark.parametrize("ranks", [1, two_ranks(pytest.mark.full)])
 def test_a_reward_function_that_fails_on_every_answer_ends_the_run_and_corrected_can_resume(
-    arithmetic: Path, monkeypatch: pytest.MonkeyPatch
+    arithmetic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
     """It works for the trial call of rank 0 and for step 1."""
-    functions = arithmetic / "fails"
-    folder = arithmetic / "no-rewards"
+    functions = tmp_path / "fails"
+    folder = tmp_path / "no-rewards"
     functions.mkdir()
     source = (
         "from pathlib import Path\n"
@@ -401,12 +400,12 @@ def test_a_reward_function_that_fails_on_every_answer_ends_the_run_and_corrected
     file = functions / "steps.py"
     file.write_text(source.replace("LAST", "1 + 32"))
     function_settings = (
-        "parallel.tensor=1",
+        f"parallel.tensor={ranks}",
         "run.total_steps=2",
         f"reward.function={file}:reward",
     )
     overrides = (*small_run(arithmetic, folder), *function_settings)
-    console = run_ranks(1, *TRAIN, *overrides, expect=MISTAKE).stderr
+    console = run_ranks(ranks, [*TRAIN, *overrides], expect=MISTAKE).stderr
     assert (
         "ended in step 2, of which nothing was learned: reward.function failed on all of 32 "
         "completions" in console
@@ -420,7 +419,7 @@ def test_a_reward_function_that_fails_on_every_answer_ends_the_run_and_corrected
     assert exit_status.status == MISTAKE and "KeyError: 'no such column'" in exit_status.message
     assert len(metric_rows(folder)) == 1
     file.write_text(source.replace("LAST", "10**6"))
-    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
     recovery = prepare_grpo(load_config([REPOSITORY / "configs" / "demo.yaml"], overrides)).recovery
     assert recovery is not None and [checkpoint.step for checkpoint, _ in recovery.candidates] == [
         1
@@ -443,7 +442,7 @@ def test_a_reward_function_that_is_late_on_every_call_ends_the_run_without_a_mod
         "reward.timeout_seconds=0.2",
     )
     overrides = (*small_run(arithmetic, folder), *function_settings)
-    console = run_ranks(1, *TRAIN, *overrides, expect=MISTAKE).stderr
+    console = run_ranks(1, [*TRAIN, *overrides], expect=MISTAKE).stderr
     assert (
         "reward.function failed on all completions of two steps in a row: on 32 of 32 it took more"
         in console
@@ -454,21 +453,21 @@ def test_a_reward_function_that_is_late_on_every_call_ends_the_run_without_a_mod
     assert row["rollout/accuracy"] < 1, "what the verifier says of the demo's slips"
 
 
-def replay(folder: Path, *more: str, expect: int = 0) -> tuple[dict, str]:
+def replay_by_command(folder: Path, *more: str, expect: int = 0) -> tuple[dict, str]:
     """What the replay of the run's captured step wrote, and its console."""
     process = run("-m", "rlmath.cli.main", "replay", str(folder), *more, expect=expect)
     paths = re.findall(r"\S+/replay\.json", process.stderr)
     return json.loads(Path(paths[0]).read_text()) if paths else {}, process.stderr
 
 
-@on_two_ranks
+@with_two_ranks
 @pytest.mark.parametrize("layout", [(2, 1, 1), pytest.param((4, 2, 2), marks=pytest.mark.full)])
 def test_a_captured_step_is_the_same_in_another_layout(
     workplace: Path, tmp_path: Path, layout: tuple[int, int, int]
 ) -> None:
     ranks, tensor, pipeline = layout
     layout_settings = (f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}")
-    comparison, _ = replay(
+    comparison, _ = replay_by_command(
         workplace / "run", "--ranks", str(ranks), *layout_settings, "--output", str(tmp_path)
     )
     assert len(list(tmp_path.glob("*/replay.json"))) == 1
@@ -483,7 +482,7 @@ def test_a_captured_step_is_the_same_in_another_layout(
 
 def test_the_rollout_of_a_captured_step_is_made_again_token_by_token(workplace: Path) -> None:
     """The engine alone makes it, from the checkpoint; the user's function gives the rewards."""
-    make_again = partial(forked_ranks.replay, 1) if workplace.name == "TP1" else replay
+    make_again = partial(replay, 1) if workplace.name == "TP1" else replay_by_command
     _, refusal = make_again(workplace / "run", "--part", "rollout", expect=MISTAKE)
     assert "tests.reward_by_hash:reward" in refusal and "--with-functions" in refusal
     comparison, _ = make_again(workplace / "run", "--part", "rollout", "--with-functions")

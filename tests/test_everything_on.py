@@ -2,11 +2,11 @@
 
 Its records on the disk say what each part was given.
 
-One rank or two that train and sample, a critic, two length stages, partial rollouts, two updates a step
-and three epochs of the critic, two rewards of weights 1 and 3, functions of a plugin's, validation
-with a template, lengths and a scorer of its own, pass rates of an earlier run, a captured step; its
-third step breaks the policy, and it goes back. No two settings are alike that one part could take
-for another.
+One rank or two that train and sample, a critic, two length stages, partial rollouts, two updates a
+step and three epochs of the critic, two rewards of weights 1 and 3, functions of a plugin's,
+validation with a template, lengths and a scorer of its own, pass rates of an earlier run, a captured
+step; its third step breaks the policy, and it goes back. No two settings are alike that one part
+could take for another.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -26,8 +27,9 @@ from rlmath.checkpoint.directory import read_progress
 from rlmath.checkpoint.unfinished_groups import UNFINISHED, read_unfinished
 from rlmath.distributed.fault_tolerance.exit_codes import FINISHED, read_exit_status
 from tests.forked_ranks import replay, run_ranks
-from tests.programs import TRAIN, metric_rows, rows, run, small_run
+from tests.programs import TRAIN, metric_rows, rows, run, small_run, torchrun_command
 from tests.spoiled_run import SPOILED_STEP
+from tests.test_end_to_end import replay_by_command
 
 STAGES = (2, 3)
 LIMITS = (12, 12, 20, 20, 20)
@@ -102,7 +104,8 @@ KINDS = {
     "one_rank": ("algorithm.reference_every_steps=4",),
     "lora": ("lora.rank=4",),
 }
-RANKS = {"full": 2, "one_rank": 1, "lora": 2}
+RANKS = 2
+"""Ranks of the kinds that torchrun starts: all but "one_rank"."""
 SPOILED = (
     "tests/spoiled_run.py",
     "--config",
@@ -120,7 +123,9 @@ def train(place: Path, folder: Path, kind: str, *program: str) -> str:
         *small_run(place, folder),
         *(setting.format(place=place) for setting in (*SETTINGS, *KINDS[kind])),
     ]
-    return run_ranks(RANKS[kind], *program, *everything, timeout=1800).stderr
+    if kind == "one_rank":
+        return run_ranks(1, [*program, *everything]).stderr
+    return run(*torchrun_command(RANKS, *program, *everything), timeout=1800).stderr
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +165,10 @@ def whole(place: Path, request: pytest.FixtureRequest) -> Path:
     return folder
 
 
+def layout_of(whole: Path) -> str:
+    return f"TP1 x PP1 x DP{1 if whole.name == 'one_rank' else RANKS}"
+
+
 def groups_of(folder: Path, step: int) -> list[dict[str, Any]]:
     """The groups of a step, counted from 1, as they are kept."""
     file = folder / "samples" / f"step-{step:06d}.jsonl"
@@ -184,7 +193,7 @@ def test_it_goes_back_once_and_ends(whole: Path) -> None:
     metrics = rows(whole)
     assert [row["step"] for row in metrics] == list(range(1, STEPS + 1))
     assert whole.with_suffix(".txt").read_text().count("Rollback 1 of at most 2") == 1
-    assert f"TP1 x PP1 x DP{RANKS[whole.name]}" in (whole / "report.html").read_text()
+    assert layout_of(whole) in (whole / "report.html").read_text()
     assert json.loads((whole / "summary.json").read_text())["steps"] == STEPS
     (record,) = json.loads((whole / "rollbacks.json").read_text())["rollbacks"]
     assert (record["step"], record["diverged_step"]) == (SPOILED_STEP - 1, SPOILED_STEP)
@@ -368,7 +377,8 @@ def test_a_captured_step_is_made_again_to_the_bit_without_the_data(
         .replace(str(place / "few.jsonl"), "/nowhere/few.jsonl")
     )
     (capture / "config.yaml").write_text(settings)
-    comparison, console = replay(RANKS[whole.name], capture, "--state", str(state))
+    again = partial(replay, 1) if whole.name == "one_rank" else replay_by_command
+    comparison, console = again(capture, "--state", str(state))
     assert comparison["start"] == comparison["weights"] == "equal" and comparison["bit_equal"]
     of_critic = [f"critic {n + 1}" for n in range(MINIBATCHES * CRITIC_EPOCHS)]
     assert {difference["minibatch"] for difference in comparison["differences"]} == {
@@ -396,7 +406,7 @@ def test_killed_later_it_goes_on_with_all_of_it(place: Path, whole: Path, tmp_pa
         ]
         (folder / name).write_text("".join(f"{line}\n" for line in lines) + '{"step": 5, "lo')
     console = train(place, folder, whole.name, *TRAIN)
-    assert f"step-{SAVED:06d}, made on TP1 x PP1 x DP{RANKS[whole.name]}" in console
+    assert f"step-{SAVED:06d}, made on {layout_of(whole)}" in console
     after_resume = rows(folder)
     expected = rows(whole)
     if whole.name == "lora":  # the first sync of a start sends the base, too

@@ -28,7 +28,7 @@ def train(place: Path, folder: Path, ranks: int, *more: str) -> Path:
         "lora.alpha=8",
         *more,
     ]
-    run_ranks(ranks, *TRAIN, *settings, f"parallel.tensor={ranks}")
+    run_ranks(ranks, [*TRAIN, *settings, f"parallel.tensor={ranks}"])
     return folder
 
 

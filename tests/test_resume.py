@@ -1,7 +1,7 @@
 """A run that was interrupted goes on as if nothing had happened: the same metrics, bit for bit.
 
-On several ranks these are long: in CI are those of `test_everything_on.py`, on the same ranks, and
-of `test_end_to_end.py`, on others.
+Those on several ranks are long; CI has `test_everything_on.py` (the same ranks) and
+`test_end_to_end.py` (other ranks).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from tests.forked_ranks import run_ranks
 from tests.programs import TRAIN, rows, small_run
 
-long = (pytest.mark.distributed, pytest.mark.full)
+full = (pytest.mark.distributed, pytest.mark.full)
 
 STEPS = 4
 LONG_TAIL = ("rollout.group_size=2", "rollout.max_new_tokens=96", "rollout.slice_tokens=12")
@@ -42,9 +42,8 @@ LAYOUTS = {
         "optimizer.loss_scale_window=1",
     ),
 }
-ONE_RANK = ("defer on one rank", "float16 on one rank")
-for name in ONE_RANK:
-    LAYOUTS[name] = LAYOUTS[name.split()[0]]
+ONE_RANK = {"defer on one rank": "defer", "float16 on one rank": "float16"}
+LAYOUTS |= {name: LAYOUTS[layout] for name, layout in ONE_RANK.items()}
 IN_FLIGHT = {"carry": "rollout/sequences_in_flight", "defer": "rollout/deferred_groups"}
 """The metric of what a step leaves unfinished, by layout."""
 SETTINGS = (
@@ -67,10 +66,10 @@ SETTINGS = (
 def train(place: Path, folder: Path, layout: str, *more: str, ranks: int | None = None) -> str:
     """What the console said.
 
-    There are as many ranks as the layout has, if not `ranks`."""
+    The layout's ranks run, unless `ranks` is given."""
     settings = [*small_run(place, folder), *SETTINGS, *LAYOUTS[layout], *more]
     ranks = ranks or (1 if layout in ONE_RANK else 2)
-    return run_ranks(ranks, *TRAIN, *settings, path=place / "functions").stderr
+    return run_ranks(ranks, [*TRAIN, *settings], path=place / "functions").stderr
 
 
 def learned_prompts(folder: Path) -> list[list[str]]:
@@ -130,7 +129,7 @@ def whole_runs(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> di
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(layout, marks=() if layout in ONE_RANK else long) for layout in LAYOUTS],
+    [pytest.param(layout, marks=() if layout in ONE_RANK else full) for layout in LAYOUTS],
 )
 def test_resumed_after_a_step_the_metrics_are_those_of_an_uninterrupted_run(
     arithmetic: Path, whole_runs: dict[str, Path], tmp_path: Path, layout: str
@@ -143,11 +142,9 @@ def test_resumed_after_a_step_the_metrics_are_those_of_an_uninterrupted_run(
     assert f"step-{step:06d}, made on" in console
     assert rows(folder) == rows(whole) and len(rows(whole)) == STEPS
     assert all(row["train/grad_norm"] > 0 for row in rows(whole))
-    tail = layout.split()[0]
-    if tail in IN_FLIGHT:
-        assert rows(whole)[step - 1][IN_FLIGHT[tail]] > 0, (
-            "nothing was in flight when it was killed"
-        )
+    in_flight = IN_FLIGHT.get(ONE_RANK.get(layout, layout))
+    if in_flight is not None:
+        assert rows(whole)[step - 1][in_flight] > 0, "nothing was in flight when it was killed"
     for name in ("model.safetensors", "config.json"):
         assert (folder / "hf_model" / name).read_bytes() == (whole / "hf_model" / name).read_bytes()
     assert sorted(p.name for p in (folder / "samples").iterdir()) == sorted(
@@ -200,7 +197,7 @@ def test_groups_in_flight_go_on_with_another_number_of_engines(
             assert [row[name] for row in rows(folder)] == [row[name] for row in rows(whole)], name
 
 
-@pytest.mark.parametrize("layout", ["defer on one rank", pytest.param("TP2", marks=long)])
+@pytest.mark.parametrize("layout", ["defer on one rank", pytest.param("TP2", marks=full)])
 def test_a_finished_run_is_left_as_it_is_and_can_be_made_longer(
     arithmetic: Path, whole_runs: dict[str, Path], tmp_path: Path, layout: str
 ) -> None:

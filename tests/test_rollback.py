@@ -13,10 +13,11 @@ from rlmath.distributed.fault_tolerance.exit_codes import DIVERGED, FINISHED, re
 from rlmath.run.recovery.rollbacks_file import read_rollbacks
 from tests.forked_ranks import run_ranks
 from tests.programs import rows
+from tests.selection import two_ranks
 from tests.spoiled_run import SPOILED_STEP
 from tests.test_train_sft import SFT, settings
 
-RANKS = [1, pytest.param(2, marks=[pytest.mark.distributed, pytest.mark.full])]
+RANKS = [1, two_ranks(pytest.mark.full)]
 STEPS = 6
 SOUND = SPOILED_STEP - 1
 MORE = (
@@ -38,7 +39,7 @@ def train(
     place: Path, folder: Path, program: tuple[str, ...], *, ranks: int, expect: int = 0
 ) -> str:
     """The console of a supervised run on data-parallel ranks."""
-    return run_ranks(ranks, *program, *settings(place, folder, *MORE), expect=expect).stderr
+    return run_ranks(ranks, [*program, *settings(place, folder, *MORE)], expect=expect).stderr
 
 
 @pytest.mark.parametrize("ranks", RANKS)

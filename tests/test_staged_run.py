@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 
 from tests.forked_ranks import run_ranks
 from tests.programs import TRAIN, rows, run, small_run
+from tests.selection import two_ranks
 
 STAGES = ("stages.steps=[2,2,1]", "stages.max_new_tokens=[8,16,24]")
 COMMON = """
@@ -30,10 +32,18 @@ def short(completion, solutions, row):
 """The random model is never right, but it can learn to be short."""
 
 
+class StagedRun(NamedTuple):
+    """An undisturbed run."""
+
+    folder: Path
+    console: str
+    ranks: int
+
+
 def train(place: Path, folder: Path, ranks: int, *overrides: str) -> str:
     """What the console said."""
     settings = [*small_run(place, folder), f"parallel.tensor={ranks}", *COMMON, *overrides]
-    return run_ranks(ranks, *TRAIN, *settings, path=place / "shortness", timeout=1800).stderr
+    return run_ranks(ranks, [*TRAIN, *settings], path=place / "shortness").stderr
 
 
 def staged(place: Path) -> tuple[str, ...]:
@@ -56,14 +66,10 @@ def staged(place: Path) -> tuple[str, ...]:
     )
 
 
-@pytest.fixture(
-    scope="module",
-    params=[1, pytest.param(2, marks=[pytest.mark.distributed, pytest.mark.full])],
-)
+@pytest.fixture(scope="module", params=[1, two_ranks(pytest.mark.full)])
 def whole(
     arithmetic: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> tuple[Path, str, int]:
-    """The undisturbed run, what its console said, and its ranks."""
+) -> StagedRun:
     (arithmetic / "shortness").mkdir(exist_ok=True)
     (arithmetic / "shortness" / "shortness.py").write_text(FUNCTION)
     odd = [
@@ -72,13 +78,14 @@ def whole(
     ]
     (arithmetic / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in odd))
     folder = tmp_path_factory.mktemp("staged") / "whole"
-    return folder, train(arithmetic, folder, request.param, *staged(arithmetic)), request.param
+    console = train(arithmetic, folder, request.param, *staged(arithmetic))
+    return StagedRun(folder, console, request.param)
 
 
 def test_validations_are_those_of_the_weights_that_were_kept(
-    arithmetic: Path, whole: tuple[Path, str, int]
+    arithmetic: Path, whole: StagedRun
 ) -> None:
-    folder, console, _ = whole
+    folder = whole.folder
     rows_by_step = {row["step"]: row for row in rows(folder, "validation.jsonl")}
     assert list(rows_by_step) == [0, 2, 4, 5]
     for row in rows_by_step.values():
@@ -87,7 +94,7 @@ def test_validations_are_those_of_the_weights_that_were_kept(
             row["validation/accuracy"] == pytest.approx(sum(accuracies) / 2)
             and accuracies[1] <= 2 / 3
         )
-    assert "Validation odd: 3 problems, 1 of them too long for the context" in console
+    assert "Validation odd: 3 problems, 1 of them too long for the context" in whole.console
     account = json.loads((folder / "best_model" / "validation.json").read_text())
     best = max(row["validation/accuracy"] for row in rows_by_step.values())
     assert best > rows_by_step[0]["validation/accuracy"]
@@ -120,21 +127,21 @@ def greedy(place: Path, model: Path) -> tuple[float, float]:
 
 
 def test_the_first_stage_is_a_plain_run_and_validation_changes_nothing(
-    arithmetic: Path, whole: tuple[Path, str, int], tmp_path: Path
+    arithmetic: Path, whole: StagedRun, tmp_path: Path
 ) -> None:
     lengths = (
         "rollout.max_new_tokens=8",
         "policy.max_tokens_per_microbatch=256",
         "run.total_steps=2",
     )
-    train(arithmetic, tmp_path / "plain", whole[2], *lengths)
+    train(arithmetic, tmp_path / "plain", whole.ranks, *lengths)
     staged_names = ("stage", "rollout/max_new_tokens")
     stage = [
         {key: metric for key, metric in row.items() if key not in staged_names}
-        for row in rows(whole[0])[:2]
+        for row in rows(whole.folder)[:2]
     ]
     assert rows(tmp_path / "plain") == stage
-    stage_model = whole[0] / "models" / "stage-1"
+    stage_model = whole.folder / "models" / "stage-1"
     plain_model = tmp_path / "plain" / "hf_model"
     assert (stage_model / "model.safetensors").read_bytes() == (
         plain_model / "model.safetensors"

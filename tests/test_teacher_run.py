@@ -10,6 +10,7 @@ import torch
 from rlmath.cli import make_tiny_model
 from tests.forked_ranks import run_ranks
 from tests.programs import TRAIN, metric_rows, small_run
+from tests.selection import two_ranks
 
 STEPS = 3
 
@@ -22,15 +23,8 @@ def make_teacher(place: Path) -> Path:
     return place / "teacher"
 
 
-@pytest.mark.parametrize(
-    ("loss", "ranks"),
-    [
-        ("full", 1),
-        ("advantage", 1),
-        pytest.param("full", 2, marks=[pytest.mark.distributed, pytest.mark.full]),
-        pytest.param("advantage", 2, marks=[pytest.mark.distributed, pytest.mark.full]),
-    ],
-)
+@pytest.mark.parametrize("ranks", [1, two_ranks(pytest.mark.full)])
+@pytest.mark.parametrize("loss", ["full", "advantage"])
 def test_a_run_without_rewards_comes_closer_to_its_teacher(
     arithmetic: Path, tmp_path: Path, loss: str, ranks: int
 ) -> None:
@@ -49,11 +43,7 @@ def test_a_run_without_rewards_comes_closer_to_its_teacher(
     recipe = ("--config", "configs/algorithms/distill.yaml")
     process = run_ranks(
         ranks,
-        *TRAIN,
-        *recipe,
-        *small_run(arithmetic, output),
-        f"parallel.tensor={ranks}",
-        *settings,
+        [*TRAIN, *recipe, *small_run(arithmetic, output), f"parallel.tensor={ranks}", *settings],
     )
     rows = metric_rows(output)
     assert len(rows) == STEPS and all(row["seconds/teacher"] > 0 for row in rows)

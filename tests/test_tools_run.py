@@ -48,7 +48,7 @@ def train(place: Path, steps: int, *more: str) -> str:
         f"run.total_steps={steps}",
         *more,
     ]
-    return run_ranks(1, *TRAIN, *settings).stderr
+    return run_ranks(1, [*TRAIN, *settings]).stderr
 
 
 def sampled(folder: Path, step: int) -> list[dict[str, Any]]:

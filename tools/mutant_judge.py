@@ -66,8 +66,12 @@ class Record:
     """The record of which tests see a line of files."""
 
     def __init__(self, work: Path, files: Collection[str]) -> None:
+        progress = read_rows(work / "progress")
+        seconds = {row["fixture"]: row["seconds"] for row in progress if "fixture" in row}
         self._tests = {
-            row["test"]: row for row in read_rows(work / "progress") if row["outcome"] == "passed"
+            row["test"]: row | {"fixtures": {name: seconds[name] for name in row["fixtures"]}}
+            for row in progress
+            if row.get("outcome") == "passed"
         }
         self._lines: dict[str, dict[int, set[str]]] = {file: {} for file in files}
         self._lines_seen: Counter[str] = Counter()
@@ -94,18 +98,27 @@ class Record:
         names = names or lines.get(mutant["statement_line"], set())
         names = set().union(*lines.values()) if "" in names else names
         rows = [
-            self._tests[name] | {"other": not is_of_package(name, mutant["file"])}
-            for name in names & self._tests.keys()
+            row | {"other": not is_of_package(name, mutant["file"])}
+            for name, row in self._tests.items()
+            if name in names or not names.isdisjoint(row["fixtures"])
         ]
         return sorted(
             rows,
             key=lambda row: (
                 row["other"],
                 row["ranks"],
-                (FIXED_SECONDS + row["seconds"]) * self._lines_seen[row["test"]],
+                (FIXED_SECONDS + seconds_alone(row)) * self._lines_seen_with_fixtures(row),
                 row["test"],
             ),
         )
+
+    def _lines_seen_with_fixtures(self, test: Row) -> int:
+        return sum(self._lines_seen[name] for name in (test["test"], *test["fixtures"]))
+
+
+def seconds_alone(test: Row) -> float:
+    """The seconds of a test that runs without those that share its fixtures."""
+    return test["seconds"] + sum(test["fixtures"].values())
 
 
 def is_of_package(test: str, file: str) -> bool:
@@ -119,12 +132,18 @@ def is_of_package(test: str, file: str) -> bool:
 
 
 def affordable(tests: Iterable[Row], limit: float) -> list[Row]:
-    """The first tests that there is time for, and one in any case."""
+    """The first tests that there is time for, and one in any case.
+
+    A fixture that several of them share is set up once."""
     chosen: list[Row] = []
+    fixtures: dict[str, float] = {}
     seconds = 0.0
     for test in tests:
-        if not chosen or seconds + test["seconds"] <= limit:
+        all_fixtures = fixtures | test["fixtures"]
+        total = seconds + test["seconds"] + sum(all_fixtures.values())
+        if not chosen or total <= limit:
             chosen.append(test)
+            fixtures = all_fixtures
             seconds += test["seconds"]
     return chosen
 
@@ -157,7 +176,9 @@ class Judge:
                 pending = [test for test in pending if test not in stage]
                 passed += len(stage)
             elif outcome == "time":
-                passed += sum("seconds" in row for row in read_rows(self._progress))
+                passed += sum(
+                    "outcome" in row and "seconds" in row for row in read_rows(self._progress)
+                )
                 break
             elif turn[0] or self._is_sound(test, stage):
                 verdict = {"outcome": outcome, "test": test}
@@ -197,12 +218,13 @@ class Judge:
 
     def _last_row(self) -> Row:
         """What is said last of the session's tests."""
-        return (read_rows(self._progress) or [{"test": COLLECTION}])[-1]
+        rows = [row for row in read_rows(self._progress) if "test" in row]
+        return (rows or [{"test": COLLECTION}])[-1]
 
     def _hangs(self, tests: Sequence[Row]) -> bool:
         """Whether a test runs for much longer than it should."""
         row = self._last_row()
-        usual = sum(test["seconds"] for test in tests if test["test"] == row["test"])
+        usual = sum(seconds_alone(test) for test in tests if test["test"] == row["test"])
         return time.monotonic() - row.get("clock", float("inf")) > HANGS_SECONDS + 3 * usual
 
     def _is_sound(self, name: str, tests: Sequence[Row]) -> bool:

@@ -1,6 +1,6 @@
 """Recorder of the tests that see a line: probes in the project's modules, and a plugin for pytest.
 
-The plugin says which test runs, the probes which statements.
+The plugin says which test runs, or which fixture that tests share; the probes which statements.
 
 `tools/mutants.py` puts this file into a copy of the project as `sitecustomize.py`, which Python
 imports when it starts: so do the ranks, programs and workers that tests start, whose PYTHONPATH
@@ -27,7 +27,7 @@ import os
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 ROOT = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -214,8 +214,8 @@ class Recorder:
 
         return seen, self._number, passed
 
-    def begin_test(self, name: str) -> None:
-        """Tell all processes which test runs."""
+    def begin(self, name: str) -> None:
+        """Tell all processes which test runs, or which fixture is set up."""
         self._page[NUMBER_BYTES:] = name.encode()[: PAGE_BYTES - NUMBER_BYTES].ljust(
             PAGE_BYTES - NUMBER_BYTES, b"\0"
         )
@@ -241,6 +241,14 @@ if recorder is not None:
 
 reports: dict[str, list[Any]] = {}
 """Reports by test: those of its set-up, call and teardown."""
+shared_fixtures: dict[str, str] = {}
+"""The last set-up of each fixture that tests share, by the fixture's name."""
+fixtures_of: dict[str, set[str]] = {}
+"""The set-ups of shared fixtures that a test uses."""
+running: list[str] = []
+"""The test that runs, and the shared fixtures that are being set up for it."""
+setup_seconds: list[float] = []
+"""Seconds of the set-ups of shared fixtures since the running test began."""
 
 
 def pytest_collection_finish() -> None:
@@ -254,13 +262,55 @@ def pytest_collection_finish() -> None:
         libraries.write("\n".join(names))
 
 
-def pytest_runtest_logstart(nodeid: str) -> None:
+def begin(names: Sequence[str]) -> None:
+    """What runs now is the last of these names."""
+    running[:] = names
     if recorder is not None:
-        recorder.begin_test(nodeid)
+        recorder.begin(running[-1])
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    begin([nodeid])
+    setup_seconds.clear()
     append(
         PROGRESS,
         json.dumps({"test": nodeid, "outcome": "running", "clock": time.monotonic()}) + "\n",
     )
+
+
+class SharedFixtures:
+    """What the set-up of a shared fixture runs is seen by every test that uses the fixture.
+
+    The first of them alone would see it otherwise."""
+
+    def pytest_fixture_setup(self, fixturedef: Any, request: Any) -> Iterator[None]:
+        if fixturedef.scope == "function" or not running:
+            return (yield)
+        name = f"fixture {request.node.nodeid}::{fixturedef.argname}[{request.param_index}]"
+        shared_fixtures[fixturedef.argname] = name
+        fixtures_of.setdefault(running[0], set()).add(name)
+        begin([*running, name])
+        started = time.monotonic()
+        try:
+            return (yield)
+        finally:
+            seconds = round(time.monotonic() - started, 3)
+            setup_seconds.append(seconds)
+            begin(running[:-1])
+            append(PROGRESS, json.dumps({"fixture": name, "seconds": seconds}) + "\n")
+
+
+def pytest_configure(config: Any) -> None:
+    import pytest  # not above: every process of the project imports this file
+
+    wrapper = pytest.hookimpl(wrapper=True)
+    wrapper(SharedFixtures.pytest_fixture_setup)
+    config.pluginmanager.register(SharedFixtures())
+
+
+def pytest_runtest_call(item: Any) -> None:
+    names = [shared_fixtures[name] for name in item.fixturenames if name in shared_fixtures]
+    fixtures_of.setdefault(item.nodeid, set()).update(names)
 
 
 def pytest_runtest_logreport(report: Any) -> None:
@@ -273,7 +323,10 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
         "outcome": next(
             (part.outcome for part in reports[nodeid] if part.outcome != "passed"), "passed"
         ),
-        "seconds": round(sum(part.duration for part in reports[nodeid]), 3),
+        "seconds": round(
+            max(0.0, sum(part.duration for part in reports[nodeid]) - sum(setup_seconds)), 3
+        ),
+        "fixtures": sorted(fixtures_of.pop(nodeid, ())),
         "ranks": any("distributed" in part.keywords for part in reports[nodeid]),
     }
     append(PROGRESS, json.dumps(row) + "\n")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from rlmath.distributed.bridge import Bridge, Mailbox
+from tests.programs import free_port
 
 BEHAVIOURS = ("closes", "closes lazily", "breaks off", "unreadable")
 """Lazily: as in a run of many ranks."""
@@ -87,12 +87,6 @@ def run_rank(rank: int, port: int, behaviour: str, told: Connection) -> None:
     if rank == 0:  # it has the store
         store.wait([f"done/{other}" for other in range(RANKS if closes else RANKS - 1)])
     os._exit(0)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def what_is_told(connection: Connection) -> object:

@@ -10,7 +10,6 @@ import contextlib
 import gc
 import importlib
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -20,6 +19,7 @@ import psutil
 import torch.multiprocessing as mp
 
 from rlmath.distributed.process import end_with_parent, freeze_live_objects
+from tests.programs import free_port
 
 MANY_THREADS = 100
 """Threads of a process of the pool; each group of gloo's has three."""
@@ -71,12 +71,6 @@ def _end_threads_of_old_groups() -> None:
         gc.collect()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 class RankPool:
     """A pool of up to `size` processes.
 
@@ -103,7 +97,7 @@ class RankPool:
 
         A rank that fails or hangs fails the test with its traceback."""
         self._grow(world_size)
-        port = _free_port()
+        port = free_port()
         workers = self._workers[:world_size]
         for _, connection in workers:
             connection.send((world_size, port, function.__module__, function.__name__, args))

@@ -107,6 +107,10 @@ def wired_in_child(low: int, high: int) -> int:
     return low
 
 
+def in_fixture(low: int, high: int) -> list[int]:
+    return [low]
+
+
 def nobody_asks(low: int, high: int) -> int:
     return low
 
@@ -145,6 +149,23 @@ def test_endless():
 @pytest.mark.distributed
 def test_in_child():
     assert wiring.in_child(1, 2) == 1
+
+
+@pytest.fixture(scope="module", params=[0, 1])
+def shared(request):
+    return wiring.in_fixture(1, request.param)
+
+
+def test_the_first_that_shares_a_fixture(shared):
+    assert shared
+
+
+def test_the_second(shared):
+    assert shared[0] == 1
+
+
+def test_without_it():
+    assert wiring.joined("a", "b") == "a,b"
 """
 NO_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 OUTCOMES = {
@@ -372,6 +393,16 @@ def test_a_mutant_meets_the_tests_that_see_its_line_also_in_a_process_that_ends_
         assert outcome("name", "high") == ("noticed", "tests/test_wiring.py::test_all")
         assert outcome("bound", "count >= 3") == ("survived", None)
         assert outcome("nobody_asks", "high") == ("not covered", None)
+        assert outcome("in_fixture", "high") == (
+            "noticed",
+            "tests/test_wiring.py::test_the_second[0]",
+        )
+    sharing = record.tests_of(mutant_of("in_fixture", "high"))
+    assert {row["test"].split("::")[1] for row in sharing} == {
+        f"test_the_{name}[{number}]"
+        for name in ("first_that_shares_a_fixture", "second")
+        for number in (0, 1)
+    }
     assert (folder / "made/wiring.py").read_text() == WIRING
 
 
@@ -429,6 +460,7 @@ def test_a_test_that_does_not_bear_to_be_forked_gets_a_new_process(sessions: Ses
         {"test": NEW, "seconds": 0.1, "ranks": False, "other": False},
         {"test": "tests/test_wiring.py::test_all", "seconds": 0.1, "ranks": False, "other": True},
     ]
+    tests = [test | {"fixtures": {}} for test in tests]
     judge = Judge(sessions, set(), set())
     bound = mutant_of("bound", "count >= 3")
     name = mutant_of("name", "high")
@@ -470,6 +502,7 @@ def test_tests_come_in_the_order_in_which_they_are_worth_their_time(tmp_path: Pa
             "test": name,
             "seconds": seconds,
             "ranks": ranks,
+            "fixtures": [],
             "outcome": "passed" if "failed" not in name else "failed",
         }
         for name, (seconds, ranks) in tests.items()
@@ -521,11 +554,19 @@ def test_no_bytecode_of_a_mutant_is_left(tmp_path: Path) -> None:
 
 def test_a_test_that_is_too_long_leaves_the_time_to_others() -> None:
     tests = [
-        {"test": name, "seconds": seconds}
+        {"test": name, "seconds": seconds, "fixtures": {}}
         for name, seconds in (("a", 3.0), ("b", 9.0), ("c", 7.0), ("d", 1.0))
     ]
     assert [row["test"] for row in affordable(tests, 10.0)] == ["a", "c"]
     assert [row["test"] for row in affordable(tests, 1.0)] == ["a"]
+
+
+def test_a_shared_fixture_takes_its_time_once() -> None:
+    tests = [
+        {"test": name, "seconds": 1.0, "fixtures": {f"fixture {fixture}": 5.0}}
+        for name, fixture in (("a", "x"), ("b", "y"), ("c", "x"))
+    ]
+    assert [row["test"] for row in affordable(tests, 8.0)] == ["a", "c"]
 
 
 def run_tool(project: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
@@ -571,7 +612,8 @@ def test_records_of_other_clones_are_merged(refused: Callable[..., str], project
     for part in parts:
         part.mkdir(parents=True)
         (part / "lines").write_text(f"7\t7\tmade/wiring.py\t{part}::test\n")
-        row = {"test": f"{part}::test", "seconds": 1.0, "ranks": False, "outcome": "passed"}
+        row = {"test": f"{part}::test", "seconds": 1.0, "fixtures": []}
+        row |= {"ranks": False, "outcome": "passed"}
         (part / "progress").write_text(json.dumps(row) + "\n")
     foreign = shutil.copytree(parts[0], project / "one/0123456789ab")
     assert refused("--merge", *map(str, parts), str(foreign)) == (
