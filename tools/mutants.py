@@ -28,6 +28,7 @@ and "left" says how many did not.
 
 import argparse
 import ast
+import fcntl
 import itertools
 import json
 import os
@@ -464,6 +465,11 @@ def main() -> None:
     head = subprocess.check_output(["git", "rev-parse", "--short=12", "HEAD"], text=True)
     work = Path("build/mutants", head.strip()).absolute()
     work.mkdir(parents=True, exist_ok=True)
+    lock = (work / "lock").open("w")  # held until this process ends
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        parser.exit(2, f"{parser.prog}: another one works in {work}: wait for it, or stop it\n")
     for part in map(Path, command_line.merge):
         if part.name != work.name or not (part / "lines").exists():
             parser.exit(

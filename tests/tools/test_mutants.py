@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import fcntl
 import json
 import os
 import py_compile
@@ -604,6 +605,17 @@ def test_a_name_without_python_files_is_refused_in_a_line(
     for name in ("made/nofile.py", "made/new.py", "build"):
         line = f'mutants.py: "{name}" is no Python file of HEAD, and no folder with one\n'
         assert refused("made", name) == line
+
+
+def test_a_second_one_beside_it_is_refused(refused: Callable[..., str], project: Path) -> None:
+    """It would remove the copies in which the first one works."""
+    head = subprocess.check_output(["git", "rev-parse", "--short=12", "HEAD"], text=True).strip()
+    work = project / "build/mutants" / head
+    work.mkdir(parents=True)
+    with (work / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        expected = f"mutants.py: another one works in {work}: wait for it, or stop it\n"
+        assert refused("made") == expected
 
 
 def test_records_of_other_clones_are_merged(refused: Callable[..., str], project: Path) -> None:
