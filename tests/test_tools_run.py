@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from rlmath.checkpoint.capture import read_capture
+from rlmath.checkpoint.unfinished_groups import UNFINISHED, read_unfinished
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MISTAKE
 from rlmath.replay.replay import find_capture
 from tests.forked_ranks import replay, run_ranks
 from tests.programs import TRAIN, metric_rows, rows, small_run
-from tests.tool_models import CODES, make_script_model
+from tests.test_resume import interrupted_after
+from tests.tool_models import CODES, SIZE, make_script_model
 
 STEPS = 2
 PROMPTS = 3
@@ -39,10 +41,10 @@ def problem_rows(first: int, count: int) -> str:
     return "".join(f"{json.dumps(row)}\n" for row in rows)
 
 
-def train(place: Path, steps: int, *more: str) -> str:
+def train(place: Path, steps: int, *more: str, folder: str = "run") -> str:
     """What the console said."""
     settings = [
-        *small_run(place, place / "run"),
+        *small_run(place, place / folder),
         *SETTINGS,
         f"validation.paths=[{place}/held.jsonl]",
         f"run.total_steps={steps}",
@@ -142,3 +144,55 @@ def test_a_resumed_run_calls_tools_again(place: Path) -> None:
     assert [row["step"] for row in metrics] == [1, 2, 3]
     assert metrics[-1]["tools/calls_per_completion"] > 0
     assert any("calls" in completion for completion in sampled(place / "run", STEPS + 1))
+
+
+TAILS = {"carry": "rollout/sequences_in_flight", "defer": "rollout/deferred_groups"}
+"""The metric of what a step leaves unfinished, by `rollout.tail`."""
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_a_run_that_leaves_completions_with_calls_goes_on_bit_by_bit(
+    place: Path, tail: str
+) -> None:
+    """Killed after its first step, with calls in flight; sessions are made again by their calls."""
+    settings = (
+        f"rollout.tail={tail}",
+        "rollout.group_size=2",
+        "rollout.slice_tokens=6",
+        "rollout.max_staleness=3",
+        "algorithm.recompute_logprobs=true",
+        "algorithm.importance_correction=token",
+        "algorithm.importance_mask_high=5",
+        "save.keep_last=9",
+        "telemetry.capture_steps=[]",
+    )
+    steps = 4
+    train(place, steps, *settings, folder=tail)
+    whole = place / tail
+    metrics = rows(whole)
+    assert len(metrics) == steps and metrics[0][TAILS[tail]] > 0
+    assert any(row["tools/calls_per_completion"] > 0 for row in metrics)
+    content = (whole / "checkpoints" / "step-000001" / UNFINISHED).read_bytes()
+    unfinished = read_unfinished(content, 2, SIZE, lambda *_: "")
+    calling = [part for group in unfinished.groups for part in group.parts if part.calls]
+    assert bool(calling) == (tail == "carry")
+    resumed = place / f"{tail}-resumed"
+    interrupted_after(1, whole, resumed)
+    train(place, steps, *settings, folder=resumed.name)
+    assert rows(resumed) == metrics
+    for step in (2, 3, 4):
+        assert without_seconds(sampled(resumed, step)) == without_seconds(sampled(whole, step))
+
+
+def without_seconds(completions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The completions without what the clock makes of their calls."""
+    return [
+        completion
+        | {
+            "calls": [
+                {name: fact for name, fact in call.items() if "seconds" not in name}
+                for call in completion.get("calls", ())
+            ]
+        }
+        for completion in completions
+    ]

@@ -31,10 +31,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from rlmath.algorithms.dynamic_sampling import Chosen
-from rlmath.algorithms.types import Completion, Prompt, ScoredGroup, ToolCall
+from rlmath.algorithms.types import Completion, Prompt, ScoredGroup
 from rlmath.checkpoint.directory import PARTIAL
 from rlmath.checkpoint.unfinished_groups import (
     TokenReader,
+    read_call,
     read_count,
     read_score,
     read_segments,
@@ -315,5 +316,5 @@ def _read_completion(index: int, row: Any, tokens: TokenReader) -> Completion:
         finish_reason=row["finish_reason"],
         policy_version=segments[-1].policy_version,
         segments=segments,
-        calls=tuple(ToolCall(**call) for call in row.get("calls", ())),
+        calls=tuple(map(read_call, row.get("calls", ()))),
     )

@@ -4,9 +4,10 @@
     header             {"version", "next_draw", "short_share", "groups": [...]}, of every group {"draw", "first_step",
                        "deferred", "samples": [...]}, and of every sample {"segments"}, with {"finish_reason", "score"}
                        where it is finished; a segment is [tokens, version, step], with a fourth number, 0, where its
-                       tokens were not sampled
+                       tokens were not sampled; a sample that has called a tool has {"calls"}, and {"text"} where it
+                       is finished
 
-Texts are not kept: they follow from the tokens. The manifest has its checksum; a reader looks at
+Other texts are not kept: they follow from the tokens. The manifest has its checksum; a reader looks at
 what a run with other settings may have written.
 """
 
@@ -31,8 +32,10 @@ from rlmath.algorithms.types import (
     Score,
     ScoredCompletion,
     Segment,
+    ToolCall,
 )
 from rlmath.answers.verifier import FAILURES, VERDICTS
+from rlmath.sandbox.calls import STATUSES
 
 UNFINISHED = "flight.safetensors"
 """Checkpoints keep the name that earlier versions gave the file."""
@@ -52,6 +55,10 @@ def write_unfinished(unfinished: UnfinishedGroups) -> bytes:
             token_ids.extend(part.token_ids)
             logprobs.extend(part.logprobs)
             row: dict[str, Any] = {"segments": segment_rows(part.segments)}
+            if part.calls:
+                row["calls"] = [asdict(call) for call in part.calls]
+            if isinstance(sample, ScoredCompletion) and part.calls:
+                row["text"] = sample.completion.text
             if isinstance(sample, ScoredCompletion):
                 row |= {
                     "finish_reason": sample.completion.finish_reason,
@@ -111,11 +118,17 @@ def _read_group(
     for index, sample_row in enumerate(row["samples"]):
         segments = read_segments(sample_row)
         token_ids, logprobs = reader.read(sum(segment.tokens for segment in segments))
-        part = PartialCompletion(token_ids, logprobs, segments) if segments else NOTHING_SAMPLED
+        calls = tuple(read_call(call_row) for call_row in sample_row.get("calls", ()))
+        part = NOTHING_SAMPLED
+        if segments:
+            part = PartialCompletion(token_ids, logprobs, segments, calls=calls)
         if sample_row.get("score") is None:
             samples.append(part)
         else:
-            text = text_of(token_ids, sample_row["finish_reason"] == "stop")
+            if calls:
+                text = read_text(sample_row["text"])
+            else:
+                text = text_of(token_ids, sample_row["finish_reason"] == "stop")
             completion = part.finished(index, text, sample_row["finish_reason"])
             samples.append(ScoredCompletion(completion, read_score(sample_row["score"])))
     return UnfinishedGroup(
@@ -179,6 +192,27 @@ def read_segments(row: dict[str, Any]) -> tuple[Segment, ...]:
 
 def _read_segment(tokens: int, policy_version: int, step: int, sampled: int = 1) -> Segment:
     return Segment(tokens, policy_version, step, sampled=bool(sampled))
+
+
+def read_call(row: dict[str, Any]) -> ToolCall:
+    """A call of a tool from the JSON that `asdict` made of it.
+
+    ValueError, KeyError or TypeError where it is none."""
+    read_text(row["code"])
+    read_text(row["output"])
+    read_count(row["position"])
+    if row["status"] not in STATUSES:
+        raise ValueError(f"{row['status']!r} is no status of a call")
+    if not (math.isfinite(row["seconds"]) and math.isfinite(row["cpu_seconds"])):
+        raise ValueError("a call's seconds are not finite")
+    return ToolCall(**row)
+
+
+def read_text(value: Any) -> str:
+    """A text; ValueError for anything else."""
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no text")
+    return value
 
 
 DECIDED = tuple(kind for kind in VERDICTS if kind not in (*FAILURES, "function"))

@@ -343,11 +343,6 @@ CONFLICTS = (
         "between them. Lower the former.",
     ),
     Conflict(
-        when=lambda config: [config.tools.format, config.rollout.tail != "wait"],
-        text='tools.format is "{tools.format}" and rollout.tail "{rollout.tail}": completions with '
-        "calls are sampled to their end in one step. Set rollout.tail=wait, or tools.format=null.",
-    ),
-    Conflict(
         when=lambda config: [config.tools.format, config.rollout.ranks],
         text='tools.format is "{tools.format}" and rollout.ranks {rollout.ranks}: engines on ranks '
         "of their own call no tools yet. Set rollout.ranks=0, or tools.format=null.",

@@ -15,7 +15,8 @@ a completion are made here and nowhere else. Who scores it is the caller's matte
 
 A completion that is interrupted, or whose slice ends, leaves vLLM with what is sampled of it
 (`Request.so_far`); begun again, vLLM prefills that. So does one that calls a tool: it is begun
-again with the output, in front of new work (`called_completions`).
+again with the output, in front of new work (`called_completions`); a call at the end of a slice is
+answered first.
 
 vLLM's engine core is given requests and asked for tokens, without what `LLM` does around it for
 text.
@@ -190,12 +191,12 @@ class RunningCompletions:
         source = AllAtOnce(requests) if isinstance(requests, Sequence) else requests
         while True:
             load = self.load()  # before completions go on, which keep no new work away
-            lost = self._resume_called()
+            ended_with_call = self._resume_called()
             for request in source.pop(load):
                 self.begin(request)
-            if not (self.busy or self._waiting_for_tools or lost):
+            if not (self.busy or self._waiting_for_tools or ended_with_call):
                 break
-            for ended in (*lost, *self.step()):
+            for ended in (*ended_with_call, *self.step()):
                 source.ended(ended.request.key, ended.completion.n_sampled)
                 yield ended
         assert not len(self), f"vLLM did not return {len(self)} requests"
@@ -259,7 +260,7 @@ class RunningCompletions:
         for name, (decoding, calls) in called.items():
             del self._decoding[name]
             decoding.drop_behind(calls.tokens)
-            request = replace(decoding.request, so_far=decoding.sampled(self.weights))
+            request = decoding.request.with_more(decoding.sampled(self.weights))
             if not self._tools.submit(request, calls.calls):
                 yield self._finish(request, "length")
 
@@ -271,26 +272,38 @@ class RunningCompletions:
             self._core.abort_requests([name])
 
     def _resume_called(self) -> list[Ended]:
-        """Begin completions again whose calls are answered; those that are lost have ended."""
+        """Begin completions again whose calls are answered.
+
+        Returns those that have ended: they are lost, or at the end of their slice."""
         if self._tools is None:
             return []
-        lost = []
+        ended = []
         for answered in self._tools.answered(is_idle=not self.busy):
             if answered.is_lost:
-                lost.append(self._finish(answered.request, "lost"))
+                ended.append(self._finish(answered.request, "lost"))
+            elif answered.request.slice_tokens == 0:
+                ended.append(self._leave(answered.request))
             else:
                 self.begin(answered.request, goes_first=True)
-        return lost
+        return ended
 
     def _end(self, decoding: _Decoding, reason: str) -> Ended:
         """The completion: partial, or finished with its text and handed to `score`."""
         stopped = reason == "stop"
         if not stopped and reason != "length":
             raise RuntimeError(f"vLLM ended a completion with {reason!r}, unfinished")
-        request = replace(decoding.request, so_far=decoding.sampled(self.weights))
+        request = decoding.request.with_more(decoding.sampled(self.weights))
         if not stopped and request.so_far.n_sampled < request.max_new_tokens:
-            return Ended(decoding.request, request.so_far)
+            return self._leave(request)
         return self._finish(request, "stop" if stopped else "length")
+
+    def _leave(self, request: Request) -> Ended:
+        """The completion at the end of its slice, unfinished.
+
+        Its session ends, and is made again by its calls where it has a further one."""
+        if self._tools is not None and request.so_far.calls:
+            self._tools.release(request.key)
+        return Ended(request, request.so_far)
 
     def _finish(self, request: Request, reason: FinishReason) -> Ended:
         """The completion that is all of `request.so_far`, with its text, handed to `score`."""

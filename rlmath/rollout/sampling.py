@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlmath.algorithms.types import NOTHING_SAMPLED, PartialCompletion, Prompt
 from rlmath.config.schema import RolloutConfig
@@ -83,9 +83,21 @@ class Request:
     so_far: PartialCompletion = NOTHING_SAMPLED
     """What is sampled of the completion already."""
     slice_tokens: int | None = None
-    """Tokens that are sampled behind `so_far` at most; None: all to its end."""
+    """Tokens that are sampled behind `so_far` at most, 0 at a slice's end; None: all to its end."""
     cache_salt: str | None = None
     """Blocks of the KV cache are shared by requests with the same salt only."""
+
+    def with_more(self, so_far: PartialCompletion) -> Request:
+        """The request to continue from `so_far`, whose new tokens its slice has no more.
+
+        >>> more = NOTHING_SAMPLED.extended((7, 8), (-0.5, -0.5), policy_version=4, step=2)
+        >>> Request((0, 0), (5,), 1, 0, max_new_tokens=9, slice_tokens=3).with_more(more).slice_tokens
+        1
+        """
+        if self.slice_tokens is None:
+            return replace(self, so_far=so_far)
+        slice_tokens = self.slice_tokens - (so_far.n_sampled - self.so_far.n_sampled)
+        return replace(self, so_far=so_far, slice_tokens=slice_tokens)
 
     @property
     def most_now(self) -> int:

@@ -6,7 +6,11 @@ import sys
 
 from rlmath.algorithms.partial_rollouts import UnfinishedRules
 from rlmath.checkpoint.unfinished_groups import TOKEN_BYTES
-from rlmath.config.length_curriculum import with_longest_lengths, without_validation
+from rlmath.config.length_curriculum import (
+    tool_tokens,
+    with_longest_lengths,
+    without_validation,
+)
 from rlmath.config.schema import Config, RolloutConfig
 
 
@@ -32,13 +36,13 @@ def unfinished_bytes(config: Config) -> int:
 
     They take it in the memory of every rank and in a checkpoint, with "carry" and with engines on
     ranks of their own: groups that no step has learned from yet x `rollout.group_size` x the
-    greatest number of new tokens x 8 bytes."""
+    greatest number of new tokens, those of tools included, x 8 bytes."""
     if config.rollout.tail != "carry" and config.rollout.ranks == 0:
         return 0
     training = with_longest_lengths(without_validation(config)).rollout
     rules = unfinished_rules(config)
     completions = (rules.max_groups - rules.groups_per_step) * training.group_size
-    return completions * training.max_new_tokens * TOKEN_BYTES
+    return completions * (training.max_new_tokens + tool_tokens(config.tools)) * TOKEN_BYTES
 
 
 def slice_tokens(rollout: RolloutConfig) -> int:

@@ -20,6 +20,7 @@ from rlmath.algorithms.types import (
     Score,
     ScoredCompletion,
     Segment,
+    ToolCall,
 )
 from rlmath.checkpoint.unfinished_groups import (
     TOKEN_BYTES,
@@ -104,6 +105,48 @@ def test_tokens_that_others_wrote_come_back_as_such() -> None:
     unfinished = UnfinishedGroups([UnfinishedGroup(0, 0, (part, NOTHING_SAMPLED))], 1)
     read_back = read_unfinished(write_unfinished(unfinished), 2, 100, text_of)
     assert read_back.groups[0].samples[0].segments == spans
+
+
+CALL = ToolCall(
+    "6*7", "42\n", "ok", position=9, seconds=0.5, cpu_seconds=0.25, is_cut=True, ends_turn=True
+)
+
+
+def with_calls() -> UnfinishedGroups:
+    """A group in flight whose completions have called a tool, one of them finished."""
+    spans = (Segment(2, 4, 1), Segment(1, 4, 1, sampled=False))
+    part = replace(partial(3, 4, 5), segments=spans, calls=(CALL,))
+    score = Score(1.0, True, "", "string", True)
+    answered = finished(6, 7, 8, score=score)
+    completion = replace(answered.completion, text="a call, an answer", calls=(CALL, CALL))
+    samples = (part, ScoredCompletion(completion, score))
+    return UnfinishedGroups([UnfinishedGroup(0, 0, samples)], 1)
+
+
+def test_calls_come_back_and_the_text_in_which_they_have_their_places() -> None:
+    read_back = read_unfinished(write_unfinished(with_calls()), 2, 100, text_of)
+    assert read_back == with_calls()
+    for sample, original in zip(
+        read_back.groups[0].parts, with_calls().groups[0].parts, strict=True
+    ):
+        seconds = [(call.seconds, call.cpu_seconds) for call in sample.calls]
+        assert seconds == [(0.5, 0.25)] * len(original.calls)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"status": "fine"}, "'fine' is no status of a call"),
+        ({"code": 7}, "7 is no text"),
+        ({"position": -1}, "-1 is no count"),
+        ({"cpu_seconds": float("nan")}, "seconds are not finite"),
+        ({"more": 1}, "more"),
+    ],
+)
+def test_what_is_no_call_is_refused(changes: dict[str, object], told: str) -> None:
+    call = asdict(CALL) | changes
+    with pytest.raises(ValueError, match=told):
+        read_unfinished(one(calls=[call]), 2, 100, text_of)
 
 
 def test_log_probs_that_are_not_finite_come_back() -> None:

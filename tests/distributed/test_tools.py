@@ -12,7 +12,7 @@ from rlmath.data.tool_fences import code_in
 from rlmath.rollout.sampling import Key
 from tests.distributed import tool_cases
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.tool_cases import LATE, TOOLS, Called
+from tests.distributed.tool_cases import LATE, SLICES, TOOLS, Called
 from tests.selection import matrix
 from tests.tool_models import (
     CHAT_END,
@@ -114,6 +114,12 @@ def test_tokens_that_come_late_behind_a_call_are_dropped(alone: Called, number: 
     assert alone.late[number] == alone.completions
 
 
+@pytest.mark.parametrize("number", range(len(SLICES)), ids=map(str, SLICES))
+def test_any_slices_are_the_whole(alone: Called, number: int) -> None:
+    """Slices end in code, behind a call and in an answer; sessions are made again by their calls."""
+    assert alone.sliced[number] == alone.completions
+
+
 def test_a_completion_whose_machine_fails_three_times_is_lost(alone: Called) -> None:
     assert set(alone.lost) == {(0, 0), (0, 1)}
     for key, completion in alone.lost.items():
@@ -163,6 +169,8 @@ def test_two_ranks_of_an_engine_stay_in_step(
         assert completion == replace(first.completions[key], text="")
     assert not second.scored and set(first.scored) == set(first.completions)
     assert tokens_of(first.completions) == tokens_of(alone.completions)
+    for one_rank, of_two in zip(alone.sliced, first.sliced, strict=True):
+        assert tokens_of(of_two) == tokens_of(one_rank)
 
 
 def tokens_of(completions: dict[Key, Completion]) -> dict[Key, list[int]]:

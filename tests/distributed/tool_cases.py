@@ -26,6 +26,7 @@ TOOLS = ToolsConfig(format="fence", max_calls=3, max_output_tokens=64, cores=1, 
 LONGEST = 4 + 30 + 3 * 80
 LONGEST_CHAT = 4 + 30 + 3 * (64 + 64)
 CHAT_PROMPT = tuple(map(chat_number_of, PROMPT))
+SLICES = (1, 4, 7)
 LATE = (1, 2)
 """Tokens that an engine samples behind those that it has returned."""
 
@@ -41,6 +42,8 @@ class Called:
     """Log-probs of the tokens of the completions, computed in one pass."""
     late: list[dict[Key, Completion]]
     """The same completions from an engine that returns tokens late, by LATE."""
+    sliced: list[dict[Key, Completion]]
+    """The same completions in slices of so many sampled tokens, by SLICES."""
     fresh: dict[Key, Completion]
     """The completions, where calls know nothing of each other."""
     lost: dict[Key, Completion]
@@ -86,7 +89,12 @@ def called(folder: Path, engine_size: int) -> Called:
     def score(request: Request, completion: Completion) -> None:
         scored[request.key] = completion
 
-    def sample(samples: int, settings: ToolsConfig = TOOLS, kills: bool = False) -> dict:
+    def sample(
+        samples: int,
+        settings: ToolsConfig = TOOLS,
+        kills: bool = False,
+        slice_tokens: int | None = None,
+    ) -> dict:
         sandboxes = open_sandboxes(settings) if mesh.is_engine_leader else None
         share = share_in_engine if engine_size > 1 else None
         tool_format = open_format(tokenizer, settings)
@@ -94,10 +102,19 @@ def called(folder: Path, engine_size: int) -> Called:
         engine.on_step = killer(sandboxes) if kills and sandboxes else lambda: None
         own_tokenizer = tokenizer if mesh.is_engine_leader else None
         running = engine.running_completions(2, own_tokenizer, score)
-        ended = list(running.sample(requests_of(samples)))
+        requests = requests_of(samples)
+        finished = {}
+        while requests:
+            slices = [replace(request, slice_tokens=slice_tokens) for request in requests]
+            requests = []
+            for ended in running.sample(slices):
+                if isinstance(ended.completion, Completion):
+                    finished[ended.request.key] = ended.completion
+                else:
+                    requests.append(replace(ended.request, so_far=ended.completion))
         if sandboxes is not None:
             sandboxes.close()
-        return dict(sorted((ending.request.key, ending.completion) for ending in ended))
+        return dict(sorted(finished.items()))
 
     completions = sample(ROLLOUT.group_size)
     whole = dict(scored)
@@ -112,11 +129,21 @@ def called(folder: Path, engine_size: int) -> Called:
         engine._llm.llm_engine.engine_core.get_output = delayed(get_output, tokens)
         late.append(sample(ROLLOUT.group_size))
     engine._llm.llm_engine.engine_core.get_output = get_output
+    sliced = [sample(ROLLOUT.group_size, slice_tokens=tokens) for tokens in SLICES]
     fresh = sample(ROLLOUT.group_size, replace(TOOLS, state="fresh"))
     lost = sample(2, kills=True) if engine_size == 1 else {}
     refusal = rollout_error(engine, mesh, tokenizer) if engine_size == 1 else ""
     engine.close()
-    return Called(completions, whole, again, late=late, fresh=fresh, lost=lost, refusal=refusal)
+    return Called(
+        completions,
+        whole,
+        again,
+        late=late,
+        sliced=sliced,
+        fresh=fresh,
+        lost=lost,
+        refusal=refusal,
+    )
 
 
 def called_in_chat(folder: Path) -> dict[Key, Completion]:

@@ -240,8 +240,6 @@ def test_samples_have_calls_where_they_stand(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("rollout.tail=carry", 'rollout.tail "carry": completions with calls are sampled to'),
-        ("rollout.tail=defer", 'rollout.tail "defer": completions with calls are sampled to'),
         ("rollout.ranks=2", "rollout.ranks 2: engines on ranks of their own call no tools yet"),
         ("tools.call_cpu_seconds=31", "tools.call_cpu_seconds is 31, above"),
     ],

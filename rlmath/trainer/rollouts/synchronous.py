@@ -297,9 +297,7 @@ class RolloutsWithUnfinished(StepRollouts):
                 raise ValueError(
                     f"draw {group.draw} was sampled in steps {sorted(set(steps))} of {steps_done}"
                 )
-            if any(
-                len(group.parts[g].token_ids) >= rollout.max_new_tokens for g in group.unfinished
-            ):
+            if any(group.parts[g].n_sampled >= rollout.max_new_tokens for g in group.unfinished):
                 raise ValueError(
                     f"draw {group.draw} has an unfinished completion of the greatest length"
                 )
@@ -515,7 +513,7 @@ def unscored(group: UnfinishedGroup, steps_done: int) -> UnfinishedGroup:
 
 def tokens_of(group: UnfinishedGroup) -> int:
     """Number of the group's sampled tokens."""
-    return sum(len(part.token_ids) for part in group.parts)
+    return sum(part.n_sampled for part in group.parts)
 
 
 def carry_metrics(
@@ -567,8 +565,6 @@ def defer_metrics(
     }
     whole = [group for group in leaving_groups if group.deferred]
     if whole:
-        now_short = [
-            all(len(part.token_ids) <= slice_length for part in group.parts) for group in whole
-        ]
+        now_short = [all(part.n_sampled <= slice_length for part in group.parts) for group in whole]
         metrics["rollout/deferred_now_short"] = sum(now_short) / len(whole)
     return metrics
