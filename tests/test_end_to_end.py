@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from rlmath.answers.verifier import verify
 from rlmath.config.load import load_config
-from rlmath.distributed.fault_tolerance.exit_codes import MISTAKE, read_exit_status
+from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MISTAKE, read_exit_status
 from rlmath.run.startup import prepare_grpo
 from tests.forked_ranks import replay, run_ranks
 from tests.programs import REPOSITORY, TRAIN, metric_rows, run, small_run, torchrun_command
@@ -378,6 +378,49 @@ def test_a_reward_function_of_the_users_trains_and_its_failures_are_told(
     assert any(
         "ValueError: even" in completion["extracted"] for completion in failure["completions"]
     )
+
+
+def test_a_function_of_the_users_says_which_groups_are_learned_from(
+    arithmetic: Path, tmp_path: Path
+) -> None:
+    """Others are sampled in the place of those that it drops."""
+    (tmp_path / "own.py").write_text(
+        "from rlmath import hooks\n\n"
+        '@hooks.selection("odd")\n'
+        "def odd(group):\n    return int(group.row['query_id'].rpartition('-')[2]) % 2 == 1\n"
+    )
+    folder = tmp_path / "run"
+    selection = (
+        "parallel.tensor=1",
+        "run.total_steps=1",
+        "optimizer.warmup_steps=0",
+        f"run.plugins=[{tmp_path}/own.py]",
+        "selection.dynamic_sampling=odd",
+        "selection.max_extra_prompts=99",
+        "telemetry.sample_groups_per_step=100",
+    )
+    run_ranks(1, [*TRAIN, *small_run(arithmetic, folder), *selection])
+    (row,) = metric_rows(folder)
+    lines = (folder / "samples" / "step-000001.jsonl").read_text().splitlines()
+    numbers = [int(json.loads(line)["prompt_id"].rpartition("-")[2]) for line in lines]
+    odd = sum(number % 2 for number in numbers)
+    assert odd == row["selection/groups_learned"] == PER_STEP
+    assert len(numbers) - odd == row["selection/dropped/rule"] > 0
+
+
+def test_a_run_that_holds_more_memory_than_it_may_ends(arithmetic: Path, tmp_path: Path) -> None:
+    """A threshold of a few bytes is passed as soon as steps are compared."""
+    folder = tmp_path / "run"
+    memory = (
+        "parallel.tensor=1",
+        "run.total_steps=6",
+        "memory.stop_on_leak=true",
+        "memory.leak_threshold_mib=0.00001",
+    )
+    command = [*TRAIN, *small_run(arithmetic, folder), *memory]
+    console = run_ranks(1, command, expect=FAILURE).stderr
+    assert "memory.stop_on_leak ends the run; raise memory.leak_threshold_mib (9.5" in console
+    assert 0 < len(metric_rows(folder)) < 6
 
 
 @pytest.mark.parametrize("ranks", [1, two_ranks(pytest.mark.full)])

@@ -89,8 +89,9 @@ class Record:
         """The tests that see a mutant's lines, else its statement's, the most promising first.
 
         Those of its package come first, those without ranks before those with ranks, and cheap ones
-        that see few lines before the others. A line that runs while modules are imported, for no
-        test, is seen by all tests that see its file."""
+        that see few lines before the others; tests that share a fixture share its time. A line
+        that runs while modules are imported, for no test, is seen by all tests that see its
+        file."""
         lines = self._lines[mutant["file"]]
         names = set().union(
             *(lines.get(line, ()) for line in range(mutant["line"], mutant["end_line"] + 1))
@@ -102,15 +103,14 @@ class Record:
             for name, row in self._tests.items()
             if name in names or not names.isdisjoint(row["fixtures"])
         ]
-        return sorted(
-            rows,
-            key=lambda row: (
-                row["other"],
-                row["ranks"],
-                (FIXED_SECONDS + seconds_alone(row)) * self._lines_seen_with_fixtures(row),
-                row["test"],
-            ),
-        )
+        users = Counter(name for row in rows for name in row["fixtures"])
+
+        def price(row: Row) -> float:
+            shares = (seconds / users[name] for name, seconds in row["fixtures"].items())
+            seconds = FIXED_SECONDS + row["seconds"] + sum(shares)
+            return seconds * self._lines_seen_with_fixtures(row)
+
+        return sorted(rows, key=lambda row: (row["other"], row["ranks"], price(row), row["test"]))
 
     def _lines_seen_with_fixtures(self, test: Row) -> int:
         return sum(self._lines_seen[name] for name in (test["test"], *test["fixtures"]))

@@ -39,6 +39,7 @@ from rlmath.checkpoint.unfinished_groups import (
     read_count,
     read_score,
     read_segments,
+    read_text,
     segment_rows,
 )
 from rlmath.config.files import parse_json, read_regular
@@ -312,7 +313,7 @@ def _read_completion(index: int, row: Any, tokens: TokenReader) -> Completion:
         index,
         token_ids,
         logprobs=logprobs,
-        text=str(row["text"]),
+        text=read_text(row["text"]),
         finish_reason=row["finish_reason"],
         policy_version=segments[-1].policy_version,
         segments=segments,

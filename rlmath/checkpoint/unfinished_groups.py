@@ -2,12 +2,11 @@
 
     tokens, logprobs   of all completions, one behind the other, in the order of groups and samples
     header             {"version", "next_draw", "short_share", "groups": [...]}, of every group {"draw", "first_step",
-                       "deferred", "samples": [...]}, and of every sample {"segments"}, with {"finish_reason", "score"}
-                       where it is finished; a segment is [tokens, version, step], with a fourth number, 0, where its
-                       tokens were not sampled; a sample that has called a tool has {"calls"}, and {"text"} where it
-                       is finished
+                       "deferred", "samples": [...]}, and of every sample {"segments"}, with {"finish_reason", "text",
+                       "score"} where it is finished, and {"calls"} where it has called a tool; a segment is [tokens,
+                       version, step], with a fourth number, 0, where its tokens were not sampled
 
-Other texts are not kept: they follow from the tokens. The manifest has its checksum; a reader looks at
+Earlier versions wrote no texts, which then follow from the tokens. The manifest has its checksum; a reader looks at
 what a run with other settings may have written.
 """
 
@@ -57,11 +56,10 @@ def write_unfinished(unfinished: UnfinishedGroups) -> bytes:
             row: dict[str, Any] = {"segments": segment_rows(part.segments)}
             if part.calls:
                 row["calls"] = [asdict(call) for call in part.calls]
-            if isinstance(sample, ScoredCompletion) and part.calls:
-                row["text"] = sample.completion.text
             if isinstance(sample, ScoredCompletion):
                 row |= {
                     "finish_reason": sample.completion.finish_reason,
+                    "text": sample.completion.text,
                     "score": asdict(sample.score),
                 }
             samples.append(row)
@@ -88,7 +86,7 @@ def read_unfinished(
     """Read the groups in flight; ValueError if the file is none of ours.
 
     They have `group_size` completions of tokens below `vocab_size`; `text_of` decodes the tokens of
-    a completion."""
+    a finished completion that an earlier version wrote."""
     try:
         tensors = load(content)
         header = json.loads(tensors["header"].tobytes())
@@ -106,7 +104,7 @@ def read_unfinished(
         return UnfinishedGroups(
             groups, read_count(header["next_draw"]), float(header["short_share"])
         )
-    except (SafetensorError, LookupError, TypeError, ValueError) as error:
+    except (SafetensorError, LookupError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{UNFINISHED} is damaged ({type(error).__name__}: {error})") from error
 
 
@@ -125,9 +123,9 @@ def _read_group(
         if sample_row.get("score") is None:
             samples.append(part)
         else:
-            if calls:
+            if "text" in sample_row:
                 text = read_text(sample_row["text"])
-            else:
+            else:  # as earlier versions wrote it
                 text = text_of(token_ids, sample_row["finish_reason"] == "stop")
             completion = part.finished(index, text, sample_row["finish_reason"])
             samples.append(ScoredCompletion(completion, read_score(sample_row["score"])))
@@ -203,8 +201,8 @@ def read_call(row: dict[str, Any]) -> ToolCall:
     read_count(row["position"])
     if row["status"] not in STATUSES:
         raise ValueError(f"{row['status']!r} is no status of a call")
-    if not (math.isfinite(row["seconds"]) and math.isfinite(row["cpu_seconds"])):
-        raise ValueError("a call's seconds are not finite")
+    if not all(0 <= float(row[name]) < math.inf for name in ("seconds", "cpu_seconds")):
+        raise ValueError("a call's seconds are negative or not finite")
     return ToolCall(**row)
 
 

@@ -212,12 +212,16 @@ class Collector:
                     sampled[key] = ScoredCompletion(completion, scores[key])
                 else:
                     sampled[key] = completion
-        finished = [
-            sample.completion for sample in sampled.values() if isinstance(sample, ScoredCompletion)
-        ]
+        lost: list[str] = []
+        calling = 0
+        for key, sample in sampled.items():
+            part = sample.completion if isinstance(sample, ScoredCompletion) else sample
+            calling += len(part.calls) > len(by_key[key].request.so_far.calls)
+            if isinstance(part, Completion) and part.is_lost:
+                lost.append(part.calls[-1].output)
         check_lost(
-            [completion.calls[-1].output for completion in finished if completion.is_lost],
-            calling=sum(bool(completion.calls) for completion in finished),
+            lost,
+            calling=calling,
             outcome="They leave their groups; a validation counts them as wrong",
             tells=self._mesh.rank == 0,
         )

@@ -63,8 +63,9 @@ class Ended:
     """A completion that an engine samples no further."""
 
     request: Request
+    """As it goes on: with what is sampled, and what is left of its slice."""
     completion: PartialCompletion | Completion
-    """All of it; partial where `request.slice_tokens` were sampled before its end."""
+    """All of it; partial where its slice ended first."""
 
 
 @dataclass(frozen=True)
@@ -191,12 +192,12 @@ class RunningCompletions:
         source = AllAtOnce(requests) if isinstance(requests, Sequence) else requests
         while True:
             load = self.load()  # before completions go on, which keep no new work away
-            ended_with_call = self._resume_called()
+            ended_after_calls = self._resume_called()
             for request in source.pop(load):
                 self.begin(request)
-            if not (self.busy or self._waiting_for_tools or ended_with_call):
+            if not (self.busy or self._waiting_for_tools or ended_after_calls):
                 break
-            for ended in (*ended_with_call, *self.step()):
+            for ended in (*ended_after_calls, *self.step()):
                 source.ended(ended.request.key, ended.completion.n_sampled)
                 yield ended
         assert not len(self), f"vLLM did not return {len(self)} requests"
@@ -300,19 +301,22 @@ class RunningCompletions:
     def _leave(self, request: Request) -> Ended:
         """The completion at the end of its slice, unfinished.
 
-        Its session ends, and is made again by its calls where it has a further one."""
+        Its session ends; a further call makes it again from the earlier ones."""
+        self._end_session(request)
+        return Ended(request, request.so_far)
+
+    def _end_session(self, request: Request) -> None:
+        """End the sandbox of a completion, if it has one."""
         if self._tools is not None and request.so_far.calls:
             self._tools.release(request.key)
-        return Ended(request, request.so_far)
 
     def _finish(self, request: Request, reason: FinishReason) -> Ended:
         """The completion that is all of `request.so_far`, with its text, handed to `score`."""
         sampled = request.so_far
         stopped = reason == "stop"
         text = ""
+        self._end_session(request)
         if self._tokenizer is not None and self._tools is not None:
-            if sampled.calls:
-                self._tools.release(request.key)
             text = self._tools.text_of(sampled, stopped)
         elif self._tokenizer is not None:
             text = completion_text(self._tokenizer, sampled.token_ids, stopped)
@@ -379,7 +383,7 @@ class _Decoding:
 
     def keep_tokens(self, weights: Weights) -> None:
         """Move the tokens that these weights have sampled into `request.so_far`."""
-        self.request = replace(self.request, so_far=self.sampled(weights))
+        self.request = self.request.with_more(self.sampled(weights))
         self.token_ids = array("i")
         self.logprobs = array("f")
 

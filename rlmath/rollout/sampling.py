@@ -88,7 +88,7 @@ class Request:
     """Blocks of the KV cache are shared by requests with the same salt only."""
 
     def with_more(self, so_far: PartialCompletion) -> Request:
-        """The request to continue from `so_far`, whose new tokens its slice has no more.
+        """The request as it goes on from `so_far`; tokens that are new there leave its slice.
 
         >>> more = NOTHING_SAMPLED.extended((7, 8), (-0.5, -0.5), policy_version=4, step=2)
         >>> Request((0, 0), (5,), 1, 0, max_new_tokens=9, slice_tokens=3).with_more(more).slice_tokens

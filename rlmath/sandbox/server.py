@@ -431,7 +431,7 @@ class Server:
         elif sandbox.threads() > self._limits.threads:
             self._end(
                 sandbox,
-                "denied",
+                "ended",
                 f"PermissionError: the call started more than {self._limits.threads} threads and "
                 "was ended\n",
             )

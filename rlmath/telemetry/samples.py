@@ -136,7 +136,7 @@ def _row(group: ScoredGroup, advantages: Sequence[float], rewards: Sequence[str]
             "finish_reason": completion.finish_reason,
             "policy_version": completion.policy_version,
             "segments": [
-                [sum(segment.tokens for segment in segments), version]
+                [sum(segment.tokens for segment in segments if segment.sampled), version]
                 for version, segments in groupby(
                     completion.segments, lambda segment: segment.policy_version
                 )

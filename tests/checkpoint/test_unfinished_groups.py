@@ -139,7 +139,9 @@ def test_calls_come_back_and_the_text_in_which_they_have_their_places() -> None:
         ({"status": "fine"}, "'fine' is no status of a call"),
         ({"code": 7}, "7 is no text"),
         ({"position": -1}, "-1 is no count"),
-        ({"cpu_seconds": float("nan")}, "seconds are not finite"),
+        ({"cpu_seconds": float("nan")}, "negative or not finite"),
+        ({"cpu_seconds": -1.0}, "negative or not finite"),
+        ({"seconds": 10**400}, "OverflowError"),
         ({"more": 1}, "more"),
     ],
 )

@@ -282,7 +282,7 @@ ESCAPES: dict[str, Escape] = {
     "memory by mmap": Escape(
         "import mmap; mmap.mmap(-1, 2 ** 30)", ("error", "memory"), "Cannot allocate memory"
     ),
-    "threads": Escape(THREADS, ("denied", "error")),
+    "threads": Escape(THREADS, ("ended", "error")),
     "descriptors": Escape("import os\nwhile True: os.pipe()", ("error",), "Too many open files"),
     "a gigabyte of output": Escape(
         "for _ in range(10 ** 9): print('x' * 10 ** 6)", ("timeout", "memory"), "CPU time"

@@ -17,6 +17,7 @@ from rlmath.sandbox.executions import Sandbox
 from rlmath.sandbox.sandboxes import ATTEMPTS, Sandboxes
 from rlmath.sandbox.server_program import PRELOADED
 from tests.programs import wait_for
+from tests.sandbox.escapes import THREADS
 
 ISOLATION = kernel.best_isolation()
 LIMITS = Limits(
@@ -164,6 +165,14 @@ def test_names_live_on_and_a_killed_call_leaves_nothing(sandboxes: Sandboxes) ->
     assert results[4].text.startswith("(2, 0.") and results[6].text.startswith("(2, 'Point', {")
     assert [outcome.rebuilt_calls for outcome in results] == [0, 0, 0, 0, 3, 0, 4]
     assert [outcome.kept for outcome in results] == [True, True, True, False, True, False, True]
+
+
+def test_a_call_with_too_many_threads_leaves_nothing_and_the_next_one_works(
+    sandboxes: Sandboxes,
+) -> None:
+    results = conversation(sandboxes, "threads", ["x = 7", THREADS, "x"])
+    assert [outcome.status for outcome in results] == ["ok", "ended", "ok"]
+    assert "threads and was ended" in results[1].text and results[2].text == "7\n"
 
 
 def test_a_session_equals_one_that_is_rebuilt_before_every_call(sandboxes: Sandboxes) -> None:

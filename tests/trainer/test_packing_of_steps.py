@@ -30,7 +30,7 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.trainer.policy_update import PolicyUpdater
 from rlmath.trainer.sft import SftTrainer
-from rlmath.trainer.token_advantages import ScoredStep
+from rlmath.trainer.token_advantages import PackedStep, ScoredStep
 from tests.tiny_models import make_samples, shape_of
 
 SEED = 11
@@ -176,6 +176,18 @@ def test_minibatches_in_the_order_of_prompts_are_the_same_every_step(tied_model:
     for half, expected in enumerate((set(range(9)), set(range(9, 17)))):
         packs = (*steps[0][half], *other_packs[0][half])
         assert {index for batch in packs for index in batch.sample_indices} == expected
+
+
+def test_every_epoch_but_the_first_has_an_order_of_its_own() -> None:
+    scored = ScoredStep(0, [], [], [])
+    step = PackedStep(scored, [], tuple(slice(n, n + 1) for n in range(9)), seed=5)
+    in_order = list(range(9))
+    first, *others = step.orders(4, shuffle=True)
+    assert first == in_order
+    assert all(sorted(order) == in_order for order in others)
+    assert len({tuple(order) for order in (first, *others)}) == 4
+    assert step.orders(4, shuffle=True) == [first, *others]
+    assert step.orders(3, shuffle=False) == [in_order] * 3
 
 
 def test_fewer_samples_than_minibatches_are_one_each(tied_model: Path) -> None:

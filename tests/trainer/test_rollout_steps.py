@@ -221,6 +221,9 @@ def test_what_is_sampled_anew_is_told(tied_model: Path, tmp_path: Path) -> None:
     rollouts, _ = rollouts_of(tmp_path, tied_model, "defer")
     metrics = [make_step(rollouts, number).metrics for number in range(STEPS)]
     assert all("rollout/carried_tokens" not in row for row in metrics)
+    name = "rollout/deferred_now_short"
+    shares = [row[name] for row in metrics if name in row]
+    assert shares and set(shares) == {0.0}, "they are as long as before"
     assert metrics[-1]["rollout/groups_in_flight"] == 0.0
 
 

@@ -29,12 +29,19 @@ from rlmath.algorithms.partial_rollouts import (
     advance_defer,
     too_old,
 )
-from rlmath.algorithms.types import PartialCompletion, Score, ScoredCompletion, ScoredGroup
+from rlmath.algorithms.types import (
+    PartialCompletion,
+    Score,
+    ScoredCompletion,
+    ScoredGroup,
+    unsampled_tokens,
+)
 from rlmath.checkpoint.hf.run_shapes import RunShapes
 from rlmath.checkpoint.unfinished_groups import UNFINISHED, read_unfinished, write_unfinished
 from rlmath.config.length_curriculum import (
     LengthStage,
     length_stage_at,
+    tool_tokens,
     unfinished_problem,
 )
 from rlmath.config.schema import Config, RolloutConfig
@@ -213,7 +220,7 @@ class Rounds:
     """What every engine did, for each round."""
     new_tokens: int = 0
     prefilled_again: int = 0
-    """Sampled tokens that were prefilled again."""
+    """Tokens of completions that were prefilled again between rounds, those of tools included."""
 
 
 class RolloutsWithUnfinished(StepRollouts):
@@ -285,6 +292,7 @@ class RolloutsWithUnfinished(StepRollouts):
         self.curriculum.require_draws(
             unfinished.next_draw, [group.draw for group in unfinished.groups]
         )
+        most_unsampled = tool_tokens(self._config.tools)
         # Engines on ranks of their own may have begun to sample with the weights of the checkpoint
         # already.
         latest = steps_done if rollout.ranks > 0 else steps_done - 1
@@ -300,6 +308,10 @@ class RolloutsWithUnfinished(StepRollouts):
             if any(group.parts[g].n_sampled >= rollout.max_new_tokens for g in group.unfinished):
                 raise ValueError(
                     f"draw {group.draw} has an unfinished completion of the greatest length"
+                )
+            if any(unsampled_tokens(part.segments) > most_unsampled for part in group.parts):
+                raise ValueError(
+                    f"draw {group.draw} has more than {most_unsampled} tokens that were not sampled"
                 )
         if rollout.tail != "defer" and too_old(
             unfinished.groups, self._limits, steps_done - 1, choose=self._choose
