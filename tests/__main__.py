@@ -24,7 +24,7 @@ from tests.parts import paths_of
 NEVER = "not full and not gpu and not slurm"
 SESSIONS = {
     "test": (
-        "Tests without ranks",
+        "Tests without ranks, or with forked ones",
         f"not distributed and not matrix and {NEVER}",
         f"distributed and not matrix and {NEVER}",
     ),

@@ -1,7 +1,7 @@
 """Training programs on ranks that are forked from the tests' process, whose imports they share.
 
 A run of five steps takes some five seconds, most of them for its engine; under torchrun every rank
-imports for ten seconds more. What a program says of its age counts from the start of the tests."""
+imports for ten seconds more. A program counts its seconds from the start of the tests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 from tqdm import tqdm
 
-# Imported here once; programs import it late.
+# Programs import these late; here they are imported once, for all.
 import rlmath.report.page
 import rlmath.rollout.engine
 import rlmath.run.loop
@@ -37,7 +37,7 @@ from tests.programs import ENVIRONMENT, REPOSITORY, family, free_port
 
 Processes = list[multiprocessing.context.ForkProcess]
 GRACE_SECONDS = 30.0
-"""Between the request to end that the others get where a rank fails and their being killed."""
+"""How long the other ranks may take to end after one has failed, before they are killed."""
 
 
 def run_ranks(
@@ -122,7 +122,7 @@ def end_gently(processes: Processes) -> None:
 
 
 def kill(processes: Processes) -> None:
-    """Kill processes, and all that they have started."""
+    """Kill processes that still run, with all that they have started."""
     for process in processes:
         for member in family(process.pid or 0):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -134,7 +134,7 @@ def kill(processes: Processes) -> None:
 def run_rank(
     command: Sequence[str], environment: dict[str, str], files: list[Path], parent: int
 ) -> None:
-    """Run a program in this process, a new child, with nothing that pytest has set in it.
+    """Run a program in this child, with signals, hooks and environment as in a new process.
 
     Its output and errors are added to two `files`."""
     end_with_parent(parent)

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlmath.answers.verifier import verify
+from rlmath.checkpoint.capture import read_capture
 from rlmath.config.load import load_config
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MISTAKE, read_exit_status
 from rlmath.run.startup import prepare_grpo
@@ -398,6 +399,7 @@ def test_a_function_of_the_users_says_which_groups_are_learned_from(
         "selection.dynamic_sampling=odd",
         "selection.max_extra_prompts=99",
         "telemetry.sample_groups_per_step=100",
+        "telemetry.capture_steps=[1]",
     )
     run_ranks(1, [*TRAIN, *small_run(arithmetic, folder), *selection])
     (row,) = metric_rows(folder)
@@ -406,6 +408,8 @@ def test_a_function_of_the_users_says_which_groups_are_learned_from(
     odd = sum(number % 2 for number in numbers)
     assert odd == row["selection/groups_learned"] == PER_STEP
     assert len(numbers) - odd == row["selection/dropped/rule"] > 0
+    captured = read_capture(folder / "captures" / "step-000001")
+    assert len(captured.groups) == len(numbers), "those that were dropped, too"
 
 
 def test_a_run_that_holds_more_memory_than_it_may_ends(arithmetic: Path, tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ TAILS = {"carry": "rollout/sequences_in_flight", "defer": "rollout/deferred_grou
 def test_a_run_that_leaves_completions_with_calls_goes_on_bit_by_bit(
     place: Path, tail: str
 ) -> None:
-    """Killed after its first step, with calls in flight; sessions are made again by their calls."""
+    """Killed after its first step; with "carry" calls are in flight, whose sessions come again."""
     settings = (
         f"rollout.tail={tail}",
         "rollout.group_size=2",

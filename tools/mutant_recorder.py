@@ -241,8 +241,8 @@ if recorder is not None:
 
 reports: dict[str, list[Any]] = {}
 """Reports by test: those of its set-up, call and teardown."""
-shared_fixtures: dict[str, str] = {}
-"""The last set-up of each fixture that tests share, by the fixture's name."""
+shared_fixtures: dict[Any, str] = {}
+"""The last set-up of each fixture that tests share, by its definition."""
 fixtures_of: dict[str, set[str]] = {}
 """The set-ups of shared fixtures that a test uses."""
 running: list[str] = []
@@ -286,8 +286,9 @@ class SharedFixtures:
     def pytest_fixture_setup(self, fixturedef: Any, request: Any) -> Iterator[None]:
         if fixturedef.scope == "function" or not running:
             return (yield)
-        name = f"fixture {request.node.nodeid}::{fixturedef.argname}[{request.param_index}]"
-        shared_fixtures[fixturedef.argname] = name
+        parameter = getattr(request, "param", "")
+        name = f"fixture {request.node.nodeid}::{fixturedef.argname}[{parameter!r}]"
+        shared_fixtures[fixturedef] = name
         fixtures_of.setdefault(running[0], set()).add(name)
         begin([*running, name])
         started = time.monotonic()
@@ -308,8 +309,10 @@ def pytest_configure(config: Any) -> None:
     config.pluginmanager.register(SharedFixtures())
 
 
-def pytest_runtest_call(item: Any) -> None:
-    names = [shared_fixtures[name] for name in item.fixturenames if name in shared_fixtures]
+def pytest_runtest_teardown(item: Any) -> None:
+    """Keep which set-ups a test has used, those included that it has asked for by name."""
+    definitions = item._request._fixture_defs.values()
+    names = [shared_fixtures[fixture] for fixture in definitions if fixture in shared_fixtures]
     fixtures_of.setdefault(item.nodeid, set()).update(names)
 
 

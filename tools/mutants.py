@@ -465,18 +465,20 @@ def main() -> None:
     head = subprocess.check_output(["git", "rev-parse", "--short=12", "HEAD"], text=True)
     work = Path("build/mutants", head.strip()).absolute()
     work.mkdir(parents=True, exist_ok=True)
-    lock = (work / "lock").open("w")  # held until this process ends
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        parser.exit(2, f"{parser.prog}: another one works in {work}: wait for it, or stop it\n")
-    for part in map(Path, command_line.merge):
+    parts = [Path(name) for name in command_line.merge]
+    for part in parts:
         if part.name != work.name or not (part / "lines").exists():
             parser.exit(
                 2,
                 f'{parser.prog}: --merge needs a folder "{work.name}" with a record, got '
                 f'"{part}"\n',
             )
+    lock = (work / "lock").open("w")  # held until this process ends
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        parser.exit(2, f"{parser.prog}: another one works in {work}: wait for it, or stop it\n")
+    for part in parts:
         add_record(work, part)
     if command_line.record is not None or not (work / "lines").exists():
         record_tests(work, command_line.marks, command_line.record or ())

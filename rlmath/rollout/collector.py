@@ -212,16 +212,23 @@ class Collector:
                     sampled[key] = ScoredCompletion(completion, scores[key])
                 else:
                     sampled[key] = completion
-        lost: list[str] = []
-        calling = 0
-        for key, sample in sampled.items():
-            part = sample.completion if isinstance(sample, ScoredCompletion) else sample
-            calling += len(part.calls) > len(by_key[key].request.so_far.calls)
-            if isinstance(part, Completion) and part.is_lost:
-                lost.append(part.calls[-1].output)
+        ended = {
+            key: sample.completion if isinstance(sample, ScoredCompletion) else sample
+            for key, sample in sampled.items()
+        }
+        lost = [
+            completion.calls[-1].output
+            for completion in ended.values()
+            if isinstance(completion, Completion) and completion.is_lost
+        ]
+        calling = [
+            key
+            for key, completion in ended.items()
+            if len(completion.calls) > len(by_key[key].request.so_far.calls)
+        ]
         check_lost(
             lost,
-            calling=calling,
+            calling=len(calling),
             outcome="They leave their groups; a validation counts them as wrong",
             tells=self._mesh.rank == 0,
         )

@@ -63,7 +63,7 @@ class Ended:
     """A completion that an engine samples no further."""
 
     request: Request
-    """As it goes on: with what is sampled, and what is left of its slice."""
+    """The request as it goes on: with what is sampled, and what is left of its slice."""
     completion: PartialCompletion | Completion
     """All of it; partial where its slice ended first."""
 

@@ -12,10 +12,10 @@ filter nor Landlock."""
 STATES = ("session", "fresh")
 """Whether names live on between the calls of a completion."""
 STATUSES = ("ok", "error", "denied", "memory", "timeout", "ended", "refused", "lost")
-"""ok; error: it raised; denied: it raised PermissionError; memory: it raised
-MemoryError; timeout: of CPU time, or of wall time that it slept through; ended: it ended its
-process, broke its channel, or started too many threads; refused: it was not run, being too long;
-lost: an infrastructure fault, which is nobody's to learn from."""
+"""ok; error: it raised; denied: it raised PermissionError; memory: it raised MemoryError; timeout:
+of CPU time, or of wall time that it slept through; ended: it ended its process, broke its
+channel, or started too many threads; refused: it was not run, being too long; lost: an
+infrastructure fault, which is nobody's to learn from."""
 KEEPING = ("ok", "error", "denied", "memory")
 """Statuses of calls that ended by themselves, so that what they defined lives on."""
 LEAST_OUTPUT = 64

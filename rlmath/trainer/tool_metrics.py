@@ -11,7 +11,7 @@ from rlmath.trainer.void_turns import VoidRule
 
 
 def tool_metrics(selection: Selection, is_void: VoidRule, tools: ToolsConfig) -> dict[str, float]:
-    """Calls and their outcomes over all that was sampled; shares from 0 to 1.
+    """Calls and their outcomes over all groups that a step has; shares from 0 to 1.
 
     Accuracies of completions with and without calls are there where there are such; shares of calls
     where there are calls. Lost completions are neither right nor wrong nor void. Completions that

@@ -203,6 +203,9 @@ LOGPROBS = np.full(6, -1.0, np.float32)
 def test_the_file_of_these_tests_is_a_good_one() -> None:
     read_back = read_unfinished(one(finish_reason="stop", score=SCORE), 2, 100, text_of)
     assert read_back.groups[0].unfinished == [0]
+    for reason, text in (("stop", ""), ("length", "99")):  # a file without texts
+        unfinished = read_unfinished(one(finish_reason=reason, score=SCORE), 2, 100, text_of)
+        assert unfinished.groups[0].parts[1].text == text
     assert (
         len(read_unfinished(damaged(tokens=TOKENS, logprobs=LOGPROBS), 2, 100, text_of).groups) == 2
     )

@@ -106,12 +106,16 @@ def called(folder: Path, engine_size: int) -> Called:
         finished = {}
         while requests:
             slices = [replace(request, slice_tokens=slice_tokens) for request in requests]
+            before = {request.key: request.so_far.n_sampled for request in requests}
             requests = []
             for ended in running.sample(slices):
+                new_tokens = ended.completion.n_sampled - before[ended.request.key]
                 if isinstance(ended.completion, Completion):
+                    assert slice_tokens is None or new_tokens <= slice_tokens
                     finished[ended.request.key] = ended.completion
                 else:
-                    requests.append(replace(ended.request, so_far=ended.completion))
+                    assert new_tokens == slice_tokens
+                    requests.append(ended.request)
         if sandboxes is not None:
             sandboxes.close()
         return dict(sorted(finished.items()))

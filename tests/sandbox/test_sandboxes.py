@@ -170,7 +170,7 @@ def test_names_live_on_and_a_killed_call_leaves_nothing(sandboxes: Sandboxes) ->
 def test_a_call_with_too_many_threads_leaves_nothing_and_the_next_one_works(
     sandboxes: Sandboxes,
 ) -> None:
-    results = conversation(sandboxes, "threads", ["x = 7", THREADS, "x"])
+    results = conversation(sandboxes, "threads", ["x = 7", f"x = 8\n{THREADS}", "x"])
     assert [outcome.status for outcome in results] == ["ok", "ended", "ok"]
     assert "threads and was ended" in results[1].text and results[2].text == "7\n"
 

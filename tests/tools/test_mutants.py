@@ -165,7 +165,12 @@ def test_the_second(shared):
     assert shared[0] == 1
 
 
-def test_without_it():
+@pytest.mark.parametrize("shared", [[1]])
+def test_of_the_name_alone(shared):
+    assert shared
+
+
+def test_that_asks_by_name(request):
     assert wiring.joined("a", "b") == "a,b"
 """
 NO_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
@@ -496,6 +501,9 @@ def test_tests_come_in_the_order_in_which_they_are_worth_their_time(tmp_path: Pa
         f"{own_tests}failed": (1.0, False),
         f"{other_tests}quick": (1.0, False),
         f"{other_tests}sees_much": (1.0, False),
+        f"{other_tests}alone": (30.0, False),
+        f"{other_tests}shares": (0.0, False),
+        f"{other_tests}shares_too": (0.0, False),
         "tests/b/test_y.py::same_name": (3.0, False),
     }
     rows = [
@@ -503,11 +511,12 @@ def test_tests_come_in_the_order_in_which_they_are_worth_their_time(tmp_path: Pa
             "test": name,
             "seconds": seconds,
             "ranks": ranks,
-            "fixtures": [],
+            "fixtures": ["fixture"] if "shares" in name else [],
             "outcome": "passed" if "failed" not in name else "failed",
         }
         for name, (seconds, ranks) in tests.items()
     ]
+    rows.append({"fixture": "fixture", "seconds": 40.0})
     (tmp_path / "progress").write_text("".join(json.dumps(row) + "\n" for row in rows))
     file = "rlmath/a/y.py"
     lines = [f"7\t7\t{file}\t{name}\n" for name in tests]
@@ -535,6 +544,9 @@ def test_tests_come_in_the_order_in_which_they_are_worth_their_time(tmp_path: Pa
         f"{own_tests}ranks",
         f"{other_tests}quick",
         f"{other_tests}sees_much",
+        f"{other_tests}shares",
+        f"{other_tests}shares_too",
+        f"{other_tests}alone",
     ]
     assert names(7, 7, 7) == all_tests
     assert names(2, 3, 1) == [f"{own_tests}quick"]

@@ -297,6 +297,13 @@ def test_groups_in_flight_that_cannot_be_this_runs_are_refused(
     (tmp_path / UNFINISHED).write_bytes(content)
     with pytest.raises(ValueError, match=r"draw 1 was sampled in steps \[0, 1\] of 1"):
         resumed.resume(tmp_path, 1, reward_changed=False)
+    others_wrote = part.answered([], (7,))
+    content = write_unfinished(
+        replace(unfinished, groups=[replace(group, samples=(others_wrote, score))])
+    )
+    (tmp_path / UNFINISHED).write_bytes(content)
+    with pytest.raises(ValueError, match="more than 0 tokens that were not sampled"):
+        resumed.resume(tmp_path, 1, reward_changed=False)
     (tmp_path / UNFINISHED).write_bytes(b"damaged")
     with pytest.raises(ValueError, match="the groups in flight cannot be read"):
         resumed.resume(tmp_path, 1, reward_changed=False)

@@ -232,6 +232,7 @@ def test_samples_have_calls_where_they_stand(tmp_path: Path) -> None:
     first, second, *_ = row["completions"]
     assert [text for _, text in text_with_outputs(first)] == ["I add\n", "2\n", "so \\boxed{2}"]
     assert first["text"] == ANSWERED.text and first["length"] == 6
+    assert first["segments"] == [[6, ANSWERED.policy_version]], "sampled tokens"
     assert call_facts(first["calls"][0]) == "ok, 1.00 s"
     assert call_facts(second["calls"][0]) == "error, 2.00 s, cut"
     assert "calls" not in row["completions"][3]
