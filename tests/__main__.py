@@ -24,9 +24,9 @@ from tests.parts import paths_of
 NEVER = "not full and not gpu and not slurm"
 SESSIONS = {
     "test": (
-        "Tests without ranks, or with forked ones",
-        f"not distributed and not matrix and {NEVER}",
-        f"distributed and not matrix and {NEVER}",
+        "Tests without ranks",
+        f"not distributed and not program and not matrix and {NEVER}",
+        f"(distributed or program) and not matrix and {NEVER}",
     ),
     "matrix": (
         "Whole programs, and tests without ranks",

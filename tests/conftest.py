@@ -45,6 +45,8 @@ def uses_pool(item: pytest.Item) -> bool:
 def pytest_itemcollected(item: pytest.Item) -> None:
     if uses_pool(item):
         item.add_marker("pooled")
+    if hasattr(getattr(item, "module", None), "run_ranks"):
+        item.add_marker("program")
 
 
 @pytest.hookimpl(trylast=True)
