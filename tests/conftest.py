@@ -29,6 +29,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 FAILURES_FILE = os.environ.pop("FAILURES_FILE", None)
 """File that records failed tests; sessions that tests start fail on purpose and inherit nothing."""
+BESIDE_UNIT_TESTS = (
+    "test_divergence.py",
+    "test_resume.py",
+    "test_rollback.py",
+    "test_staged_run.py",
+)
+"""Modules whose programs run in the first session of `make test`, so that both take as long."""
 KEEPS_ITS_GRAPH = "test_moe.py"
 """Megatron's token dispatcher keeps the graph of its last forward pass, so the model and its
 process groups, where no collection of garbage sees it: their threads end with the processes, so
@@ -45,7 +52,8 @@ def uses_pool(item: pytest.Item) -> bool:
 def pytest_itemcollected(item: pytest.Item) -> None:
     if uses_pool(item):
         item.add_marker("pooled")
-    if hasattr(getattr(item, "module", None), "run_ranks"):
+    runs_programs = hasattr(getattr(item, "module", None), "run_ranks")
+    if runs_programs and item.path.name not in BESIDE_UNIT_TESTS:
         item.add_marker("program")
 
 
