@@ -170,7 +170,7 @@ def test_of_the_name_alone(shared):
     assert shared
 
 
-def test_that_asks_by_name(request):
+def test_without_it():
     assert wiring.joined("a", "b") == "a,b"
 """
 NO_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
