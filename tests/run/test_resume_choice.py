@@ -770,6 +770,11 @@ def test_a_run_may_get_stages_when_the_first_is_what_it_was(tmp_path: Path) -> N
             "run.total_steps=null stages.steps=[3,17] stages.max_new_tokens=[8,9]",
         ),
         (
+            ("rollout.max_new_tokens=8",),
+            ("rollout.max_new_tokens=9",),
+            "stages.steps=[3,997] stages.max_new_tokens=[8,9]",
+        ),
+        (
             STAGED,
             ("stages.steps=[2,9]", "stages.max_new_tokens=[8,17]"),
             "stages.steps=[2,1,8] stages.max_new_tokens=[8,16,17]",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rlmath.checkpoint.hf.metadata_files import read_metadata_files
 from rlmath.config.load import config_as_yaml, load_config
 from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs
@@ -412,18 +413,24 @@ def test_a_start_sees_what_another_run_left_while_it_read_its_inputs(
     file.write_text("\n".join(f'{{"question": "{n}+1=", "answer": "{n + 1}"}}' for n in range(8)))
     folder = tmp_path / "run"
     paths = [f"run.output_dir={folder}", f"model.path={tied_model}", f"data.train_path={file}"]
-    small = ["data.template=raw", "data.prompts_per_step=4", "data.max_prompt_tokens=64"]
-    config = load_config([], [*paths, *small, "rollout.max_new_tokens=16", "run.device=cpu"])
+    small = ["data.template=raw", "data.prompts_per_step=4", "run.total_epochs=3"]
+    lengths = ["data.max_prompt_tokens=64", "rollout.max_new_tokens=16"]
+    config = load_config([], [*paths, *small, *lengths, "run.device=cpu"])
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
     def prepare(config: Config) -> PreparedRun[Inputs]:
         prepared = prepare_grpo(config)
-        checkpoint(folder, 3, config)
+        origin = prepared.origin
+        fingerprints = {"model_fingerprint": origin.model, "data_fingerprint": origin.data}
+        tokenizer_files = read_metadata_files(str(tied_model))
+        checkpoint(folder, 3, config, changed=fingerprints, files=tokenizer_files)
         return prepared
 
-    with ExitStack() as stack, pytest.raises(ValueError, match="cannot resume from .*step-000003"):
-        StartingRank().get_ready(lambda: config, prepare, stack)
+    with ExitStack() as stack:
+        prepared = StartingRank().get_ready(lambda: config, prepare, stack)
+    assert prepared.recovery is not None
+    assert [checkpoint.step for checkpoint, _ in prepared.recovery.candidates] == [3]
 
 
 @pytest.mark.parametrize(
