@@ -118,22 +118,6 @@ def test_all_that_is_missing_is_named_at_once(tmp_path: Path) -> None:
     assert data_problem.startswith(f'--data-dir: there is no "{nowhere}"')
 
 
-def test_a_mistake_of_the_adapters_model_is_one_of_the_option(tmp_path: Path) -> None:
-    """Its config.json is of no architecture that is known."""
-    base = tmp_path / "base"
-    base.mkdir()
-    (base / "config.json").write_text('{"architectures": ["Mamba2ForCausalLM"]}')
-    adapters = tmp_path / "adapters"
-    adapters.mkdir()
-    (adapters / "adapter_config.json").write_text(
-        json.dumps({"base_model_name_or_path": str(base), "r": 8})
-    )
-    arguments = parse([*words(tmp_path), "--model", str(adapters)])
-    problems = [text for text in input_problems(plan_of(arguments)) if "Mamba2" in text]
-    assert len(problems) == 1 and problems[0].startswith("--model: ")
-    assert "model.path" not in problems[0]
-
-
 def saved_run(run: Path, overrides: Sequence[str]) -> Path:
     """The folder of a run with these settings."""
     run.mkdir()

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerFast
 
 from rlmath.answers.string_match import Rules
-from rlmath.distributed.collectives import shared_store
 from rlmath.distributed.mesh import Mesh
 from rlmath.evals.plan import GREEDY_INDEX, Plan, completion_seed
 from rlmath.evals.runner import _Prepared, _write_tables
@@ -171,8 +170,6 @@ def test_two_engines_share_the_work_and_the_tables_are_of_both(
         for rank in (1, 0):
             sample(core, plan, prepared, pool, rank=rank, engines=2)
     assert "evaluation: sampled 0 of 12 completions (0%)" in caplog.text
-    counts = shared_store("evaluation").get_all(["sampled/0", "sampled/1"])
-    assert all(tokens > 0 for _, tokens in counts.values()), "by which the time left is estimated"
     for problem, indices in prepared.missing:
         for index in indices:
             seed = completion_seed(9, problem.benchmark, problem.prompt_id, index)
