@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 from rlmath.answers.verifier import verify
 from rlmath.checkpoint.capture import read_capture
 from rlmath.config.load import load_config
-from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MISTAKE, read_exit_status
+from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MISTAKE, SAVED_AND_STOPPED, read_exit_status
 from rlmath.run.startup import prepare_grpo
+from tests.disks import small_disk
 from tests.forked_ranks import replay, run_ranks
 from tests.programs import REPOSITORY, TRAIN, metric_rows, run, small_run, torchrun_command
 from tests.reward_by_hash import hash_of
@@ -410,6 +411,43 @@ def test_a_function_of_the_users_says_which_groups_are_learned_from(
     assert len(numbers) - odd == row["selection/dropped/rule"] > 0
     captured = read_capture(folder / "captures" / "step-000001")
     assert len(captured.groups) == len(numbers), "those that were dropped, too"
+
+
+def test_a_run_says_that_its_model_cannot_be_written(arithmetic: Path, tmp_path: Path) -> None:
+    """It is finished; started again, it finds a disk mounted where it writes its model anew."""
+    folder = tmp_path / "run"
+    settings = ("parallel.tensor=1", "run.total_steps=1", "optimizer.warmup_steps=0")
+    command = [*TRAIN, *small_run(arithmetic, folder), *settings]
+    assert f"The trained model is in {folder}/hf_model\n" in run_ranks(1, command).stderr
+    with small_disk(folder / "hf_model.partial"):
+        console = run_ranks(1, command, expect=FAILURE).stderr
+    assert "made all 1 steps, and its model cannot be written" in console
+    assert "The trained model is in" not in console
+
+
+def test_a_run_that_is_asked_to_stop_while_it_starts_makes_no_step(
+    arithmetic: Path, tmp_path: Path
+) -> None:
+    """The processes that judge answers are started before the engine is.
+
+    The first of them sends the signal."""
+    (tmp_path / "stops.py").write_text(
+        "import os, signal\n"
+        "from pathlib import Path\n"
+        "rank = os.getppid()\n"
+        "status = Path(f'/proc/{rank}/status').read_text()\n"
+        "caught = int(status.partition('SigCgt:')[2].split()[0], 16)\n"
+        "if caught >> signal.SIGTERM - 1 & 1:\n"
+        "    os.kill(rank, signal.SIGTERM)\n"
+        "def reward(completion, solutions, row):\n"
+        "    return 1.0\n"
+    )
+    folder = tmp_path / "run"
+    settings = ("parallel.tensor=1", "run.total_steps=2", "reward.function=stops:reward")
+    command = [*TRAIN, *small_run(arithmetic, folder), *settings]
+    console = run_ranks(1, command, expect=SAVED_AND_STOPPED, path=tmp_path).stderr
+    assert "stopped by SIGTERM before the end of its first step: nothing was saved" in console
+    assert not (folder / "checkpoints").exists()
 
 
 def test_a_run_that_holds_more_memory_than_it_may_ends(arithmetic: Path, tmp_path: Path) -> None:

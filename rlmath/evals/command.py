@@ -330,7 +330,7 @@ def _adapter_problems(model: Path) -> Iterator[str]:
     if (adapter := adapter_alone(model)) is None:
         return
     try:
-        shape = read_model_shape(base_folder(adapter), "--model")
+        shape = read_model_shape(base_folder(adapter))
     except ValueError as error:
         yield f"--model: {error}"
     else:

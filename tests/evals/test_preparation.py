@@ -16,7 +16,7 @@ from rlmath.config.length_curriculum import tool_tokens
 from rlmath.config.schema import ToolsConfig
 from rlmath.evals.benchmarks import LengthLimits
 from rlmath.evals.plan import GREEDY_INDEX, Plan
-from rlmath.evals.runner import _write_tables
+from rlmath.evals.runner import _plan_after_rendezvous, _write_tables
 from rlmath.report.results_file import read_results
 from rlmath.workers.worker_pool import WorkerPool
 from tests.data.chat_templates import chat_tokenizer
@@ -29,6 +29,7 @@ from tests.evals.small_evaluations import (
     small_plan,
     write_missing,
 )
+from tests.hub_server import hub_server
 
 TOOLS = ToolsConfig(format="fence", max_calls=2, max_output_tokens=64)
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ style }}={% endfor %}"
@@ -42,6 +43,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def plan(model: Path, tmp_path: Path) -> Plan:
     return small_plan(model, tmp_path)
+
+
+def test_an_evaluation_goes_on_with_the_commit_of_the_hub_that_it_began_with(
+    plan: Plan, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    files = {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()}
+    of_the_hub = replace(plan, model="hf://org/base")
+    with hub_server() as hub:
+        repository = hub.add("org/base")
+        first = repository.commit(files)
+        for name, value in hub.variables(tmp_path / "home").items():
+            monkeypatch.setenv(name, value)
+        begun, _ = _plan_after_rendezvous(of_the_hub)
+        plan.output.mkdir()
+        settings = {"common": {"about_model": str(begun.model)}}
+        (plan.output / "settings.json").write_text(json.dumps(settings))
+        repository.commit(files | {"more.json": b"{}"})
+        resumed, _ = _plan_after_rendezvous(of_the_hub)
+    assert first in str(begun.model) and resumed == begun
 
 
 @pytest.mark.parametrize(

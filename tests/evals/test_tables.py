@@ -195,6 +195,18 @@ def test_no_box_is_wider_than_a_terminal_of_80_columns(tmp_path: Path) -> None:
         assert ["olympiadbench", *(cell for row in rows for cell in row[1:])] == table[1]
 
 
+def test_a_box_is_as_wide_as_the_terminal_and_wider_only_with_one_column() -> None:
+    """Two columns of 26 characters beside one of 18 take 80 with their frames."""
+
+    def lines_of(*widths: int) -> list[str]:
+        row = [letter * width for letter, width in zip("nab", widths, strict=True)]
+        return boxed_tables([row, ["1"] * len(row)]).splitlines()
+
+    assert {len(line) for line in lines_of(18, 26, 26)} == {80}
+    for widths in ((18, 26, 27), (18, 90, 27)):
+        assert [line.count("|") for line in lines_of(*widths) if "n" in line] == [3, 3]
+
+
 def test_what_was_not_sampled_and_problems_that_there_are_none_of_take_no_room(
     tmp_path: Path,
 ) -> None:

@@ -336,6 +336,25 @@ def test_new_weights_come_to_completions_in_flight(opened: Opened, mode: str) ->
     assert salts == (["1", "1", "4", "4"] if mode == "keep" else [None] * len(salts))
 
 
+def test_of_two_versions_without_a_token_between_them_the_second_is_reported(
+    opened: Opened,
+) -> None:
+    """The report's time begins with the first."""
+    run = opened()
+    run.start()
+    run.await_messages(lambda: run.versions == [0])
+    time.sleep(0.1)
+    run.new_weights(4, 2)
+    run.box.send(1, Admit(0, 1, 0))
+    groups = run.await_groups([0])
+    run.end()
+    for sample in groups[0].samples:
+        assert sample.completion.segments == (Segment(LENGTH, 4, 2),)
+    (report,) = run.of(WeightsTaken)
+    assert (report.version, report.learned_at, report.new_tokens) == (4, 4.5, 0)
+    assert report.seconds >= 0.1
+
+
 @pytest.mark.parametrize("waits", [False, True], ids=["recompute", "weights-wait"])
 def test_what_is_asked_between_two_steps_changes_no_completion(opened: Opened, waits: bool) -> None:
     """A snapshot, scores of tokens and a validation; all but the first come behind weights."""

@@ -15,8 +15,8 @@ import torch
 from rlmath.config.schema import RolloutConfig
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
-from rlmath.distributed.tensor_offload import StorageSet
-from rlmath.models.offload import OffloadSets
+from rlmath.distributed.tensor_offload import OffloadStats, StorageSet
+from rlmath.models.offload import OffloadSets, SetName
 from rlmath.rollout.engine_sleep import EngineMemory
 from rlmath.rollout.engine_weights import EngineWeights
 from rlmath.rollout.memory_monitor import MemoryMonitor
@@ -260,6 +260,26 @@ def test_memory_goes_to_the_engine_and_comes_back(monkeypatch: pytest.MonkeyPatc
     for name in rig.sets.names:
         assert metrics[f"memory/offloaded/{name}_gib"] == 16 / 2**30
         assert metrics[f"seconds/offload/{name}"] > 0
+
+
+@pytest.mark.usefixtures("process_group")
+def test_the_time_of_a_set_is_that_of_both_its_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = SwitchRig(monkeypatch, lambda step: None)
+    moves: list[OffloadStats] = []
+    for name in ("offload", "onload"):
+        move = getattr(rig.sets, name)
+
+        def recorded(*names: SetName, move: Callable[..., list[OffloadStats]] = move) -> list[OffloadStats]:
+            moved = move(*names)
+            moves.extend(moved)
+            return moved
+
+        monkeypatch.setattr(rig.sets, name, recorded)
+    with rig.switch.generating(version=8, step=2):
+        pass
+    for name in rig.sets.names:
+        there, back = (moved.seconds for moved in moves if moved.name == name)
+        assert rig.switch.metrics()[f"seconds/offload/{name}"] == there + back
 
 
 @pytest.mark.usefixtures("process_group")

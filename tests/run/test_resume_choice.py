@@ -309,6 +309,8 @@ def test_the_adapters_that_a_run_starts_from_are_part_of_its_origin(
         assert (before.adapter != after.adapter) == has_weights
         assert replace(before, adapter="") == replace(after, adapter="") == without_adapters
         assert before.data == without_adapters.data != ""
+    other = replace(supervised, sequences=[WrittenSequence((1,), (7,)), *sequences[1:]])
+    assert sft_origin_of(make_config(tmp_path / "run"), other, False).data != plain[1].data
 
 
 def unmounted(path: Path) -> None:
@@ -768,6 +770,11 @@ def test_a_run_may_get_stages_when_the_first_is_what_it_was(tmp_path: Path) -> N
             "run.total_steps=null stages.steps=[3,17] stages.max_new_tokens=[8,9]",
         ),
         (
+            ("rollout.max_new_tokens=8",),
+            ("rollout.max_new_tokens=9",),
+            "stages.steps=[3,997] stages.max_new_tokens=[8,9]",
+        ),
+        (
             STAGED,
             ("stages.steps=[2,9]", "stages.max_new_tokens=[8,17]"),
             "stages.steps=[2,1,8] stages.max_new_tokens=[8,16,17]",
@@ -902,5 +909,9 @@ def test_data_that_a_release_before_named_without_the_ends_of_files_is_the_same(
     checkpoint(tmp_path, 3)
     origin = Origin("model-1", "data-2", older_data="data-1")
     assert found_steps(make_config(tmp_path), origin) == [3]
-    with pytest.raises(ValueError, match=r"data.train_path: what the run started from has changed"):
-        found_steps(make_config(tmp_path, "data.more_train_paths=[u.jsonl]"), origin)
+    changed = r"data.train_path: what .* has changed \(fingerprint data-1 of t.jsonl there, data-2 of "
+    with pytest.raises(ValueError, match=f"{changed}v.jsonl now"):
+        found_steps(
+            make_config(tmp_path, "data.train_path=v.jsonl", "data.more_train_paths=[u.jsonl]"),
+            origin,
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import shutil
 from collections import namedtuple
@@ -12,8 +14,9 @@ import pytest
 from rlmath.config.load import load_config
 from rlmath.config.schema import Config
 from rlmath.run import run_dir
-from rlmath.run.run_dir import check_output_folder, claim_run_folder, sole_user
+from rlmath.run.run_dir import check_output_folder, claim_run_folder, sole_user, take_back
 from rlmath.telemetry.wandb import run_id
+from tests.programs import metric_rows
 
 
 def make_config(folder: Path | str, *overrides: str) -> Config:
@@ -448,3 +451,27 @@ def test_halves_of_models_that_a_killed_run_left_are_removed(
         (tmp_path / name / "model.safetensors").touch()
     claim_run_folder(tmp_path, config, steps_done)
     assert not list(tmp_path.rglob("*.partial"))
+
+
+# ---------------------------------------------------------------- back to an earlier step
+
+
+def test_a_folder_is_taken_back_to_the_step_that_a_run_resumes_from(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [json.dumps({"step": step}) for step in range(1, 6)]
+    for file in ("metrics.jsonl", "validation.jsonl", "summary.json"):
+        (tmp_path / file).write_text("\n".join(rows))
+    for step in (3, 4):
+        (tmp_path / f"models/step-{step:06d}").mkdir(parents=True)
+        (tmp_path / f"samples/step-{step:06d}.jsonl").parent.mkdir(exist_ok=True)
+        (tmp_path / f"samples/step-{step:06d}.jsonl").touch()
+    take_back(tmp_path, 3)
+    assert names(tmp_path / "models") == ["step-000003"]
+    assert names(tmp_path / "samples") == ["step-000003.jsonl"]
+    for file in ("metrics.jsonl", "validation.jsonl"):
+        assert [row["step"] for row in metric_rows(tmp_path, file)] == [1, 2, 3]
+    assert not (tmp_path / "summary.json").exists()
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    take_back(tmp_path, 4)
+    assert "has the metrics of 3 steps only, the checkpoint is that of step 4" in caplog.text

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.config.load import load_config
+from rlmath.checkpoint.hf.metadata_files import read_metadata_files
+from rlmath.config.load import config_as_yaml, load_config
+from rlmath.config.schema import Config
+from rlmath.data.dataset import Inputs
 from rlmath.distributed import process
 from rlmath.distributed.device_kind import CUDA_DEFAULTS
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MISTAKE, read_exit_status
@@ -23,10 +26,13 @@ from rlmath.run.command_line import record_exit
 from rlmath.run.join import refuse_shared_gpus
 from rlmath.run.nodes import _compare_nodes, data_makers, differences, labelled, node_lines
 from rlmath.run.prepare import read_inputs, try_data
+from rlmath.run.prepared import PreparedRun
+from rlmath.run.recovery.hub_inputs import recorded_ids
 from rlmath.run.run_dir import sole_user
 from rlmath.run.startup import StartingRank, end_broken, prepare_grpo, prepare_sft
 from tests.hub_server import hub_server
 from tests.programs import start_without_torch
+from tests.run.test_resume_choice import checkpoint
 from tests.tiny_models import shape_of
 
 GIVEN = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
@@ -386,6 +392,45 @@ def test_a_start_works_with_what_it_fetched_in_a_folder_that_is_its_own(
             pass
     with sole_user(folder):
         pass
+
+
+def test_the_commits_of_a_run_that_may_go_on_are_those_in_its_folder(tmp_path: Path) -> None:
+    paths = [f"run.output_dir={tmp_path}", "data.train_path=t"]
+    commit = "0123456789" * 4
+    earlier = load_config([], [*paths, f"model.path=hf://org/base@main#{commit}"])
+    (tmp_path / "config.yaml").write_text(config_as_yaml(earlier))
+    config = load_config([], [*paths, "model.path=hf://org/base@main"])
+    assert [(hub_id.repo, hub_id.commit) for hub_id in recorded_ids(config)] == [
+        ("org/base", commit)
+    ]
+    assert recorded_ids(load_config([], [*paths, "model.path=m", "run.recover_mode=disabled"])) == []
+
+
+def test_a_start_sees_what_another_run_left_while_it_read_its_inputs(
+    tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "sums.jsonl"
+    file.write_text("\n".join(f'{{"question": "{n}+1=", "answer": "{n + 1}"}}' for n in range(8)))
+    folder = tmp_path / "run"
+    paths = [f"run.output_dir={folder}", f"model.path={tied_model}", f"data.train_path={file}"]
+    small = ["data.template=raw", "data.prompts_per_step=4", "run.total_epochs=3"]
+    lengths = ["data.max_prompt_tokens=64", "rollout.max_new_tokens=16"]
+    config = load_config([], [*paths, *small, *lengths, "run.device=cpu"])
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def prepare(config: Config) -> PreparedRun[Inputs]:
+        prepared = prepare_grpo(config)
+        origin = prepared.origin
+        fingerprints = {"model_fingerprint": origin.model, "data_fingerprint": origin.data}
+        tokenizer_files = read_metadata_files(str(tied_model))
+        checkpoint(folder, 3, config, changed=fingerprints, files=tokenizer_files)
+        return prepared
+
+    with ExitStack() as stack:
+        prepared = StartingRank().get_ready(lambda: config, prepare, stack)
+    assert prepared.recovery is not None
+    assert [checkpoint.step for checkpoint, _ in prepared.recovery.candidates] == [3]
 
 
 @pytest.mark.parametrize(

@@ -169,6 +169,7 @@ def minibatch(
         "mismatch",
     )
     names += ("correction", "correction_cut", "masked_geometric", "masked_binary_kl")
+    names += ("masked_off_policy", "proximal_error")
     sums = {name: scale * number for number, name in enumerate(names, start=1)}
     sums |= {"tokens": tokens, "denominator": tokens / 2}
     return MinibatchResult(sums, {"mismatch_max": scale}, norm, lr, why)
@@ -232,6 +233,17 @@ def test_the_correction_is_told_where_there_is_one():
     assert metrics["train/importance_correction_cut"] == pytest.approx(7 * 10 / 30)
     assert metrics["train/importance_masked_geometric"] == pytest.approx(7 * 11 / 30)
     assert metrics["train/importance_masked_binary_kl"] == pytest.approx(7 * 12 / 30)
+
+
+def test_masks_and_errors_are_told_where_they_are_computed() -> None:
+    record = UpdateRecord(RESULTS, ADVANTAGES, None)
+    for name, number, settings in (
+        ("train/off_policy_masked", 13, AlgorithmConfig(off_policy_mask=0.1)),
+        ("train/proximal_error", 14, AlgorithmConfig(proximal_logprobs="compare")),
+    ):
+        metrics = update_metrics(record, GROUPS, 2.0, settings)
+        assert metrics[name] == pytest.approx(7 * number / 30)
+        assert name not in update_metrics(record, GROUPS, 2.0, AlgorithmConfig())
 
 
 def test_a_step_whose_minibatches_were_all_discarded_has_their_gradient_norm():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -15,6 +16,7 @@ from rlmath.algorithms.types import (
     Prompt,
     Score,
     ScoredCompletion,
+    ScoredGroup,
     scored_group,
 )
 from rlmath.checkpoint.hf.run_shapes import read_run_shapes
@@ -24,6 +26,7 @@ from rlmath.config.schema import (
     Config,
     DataConfig,
     ModelConfig,
+    RewardConfig,
     RolloutConfig,
     RunConfig,
     SelectionConfig,
@@ -58,6 +61,8 @@ class Engines:
         """Prompts of each round."""
         self.begun: list[tuple[str, int, int]] = []
         """Prompt, sample and tokens so far of each request."""
+        self.scored: list[str] = []
+        """Prompts of the groups that were scored as a whole."""
         self.seeds: set[int] = set()
         self.resets = 0
 
@@ -102,6 +107,13 @@ class Engines:
             groups.append(scored_group(prompt, [sampled[work.request.key] for work in works]))
         return Rollout(groups, [EngineUsage(1.0, 1, 0, 1.0)])
 
+    def score_groups(self, groups: list[ScoredGroup], max_new_tokens: int) -> list[ScoredGroup]:
+        """A reward of 5 for each completion."""
+        assert max_new_tokens == LONGEST
+        self.scored += [group.prompt.prompt_id for group in groups]
+        score = Score(5.0, True, "", "function")
+        return [replace(group, scores=(score,) * len(group.scores)) for group in groups]
+
     def reset_prefix_cache(self) -> None:
         self.resets += 1
 
@@ -117,7 +129,11 @@ def number_of(prompt: Prompt) -> int:
 
 
 def rollouts_of(
-    place: Path, model: Path, tail: str, selection: SelectionConfig | None = None
+    place: Path,
+    model: Path,
+    tail: str,
+    selection: SelectionConfig | None = None,
+    reward: RewardConfig | None = None,
 ) -> tuple[StepRollouts, Engines]:
     """The rollouts of a run of four steps over eight prompts, and their engines."""
     rows = [{"question": f"{n}+1", "answer": n + 1, "id": f"q{n}"} for n in range(len(LENGTHS))]
@@ -136,6 +152,7 @@ def rollouts_of(
             slice_tokens=SLICE,
         ),
         selection=selection or SelectionConfig(),
+        reward=reward or RewardConfig(),
     )
     shape = shape_of(model)
     inputs = load_inputs(config, shape)
@@ -215,6 +232,23 @@ def test_what_is_carried_is_told_with_its_age(tied_model: Path, tmp_path: Path) 
     assert segments == [(4, 0), (6, 1)]
     assert second.metrics["rollout/prefilled_again_tokens"] >= 4 + 8
     assert second.metrics["rollout/staleness_max"] == 1.0
+
+
+@pytest.mark.parametrize("tail", ["carry", "defer"])
+def test_a_function_of_groups_gets_each_once_when_it_is_complete(
+    tail: str, tied_model: Path, tmp_path: Path
+) -> None:
+    """A group that is sampled anew is another one."""
+    reward = RewardConfig(function="own:reward", function_takes="group")
+    rollouts, engines = rollouts_of(tmp_path, tied_model, tail, reward=reward)
+    for number in range(STEPS):
+        for group in make_step(rollouts, number).selection.learned:
+            assert group.prompt.prompt_id in engines.scored
+            assert [score.reward for score in group.scores] == [5.0, 5.0]
+    times = Counter(engines.scored)
+    assert times.keys() == {f"q{n}" for n in range(len(LENGTHS))}
+    if tail == "carry":
+        assert set(times.values()) == {1}
 
 
 def test_what_is_sampled_anew_is_told(tied_model: Path, tmp_path: Path) -> None:

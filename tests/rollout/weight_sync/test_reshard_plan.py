@@ -14,9 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import LoraConfig
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.weight_sync.reshard_plan import Copy, SyncPlan, plan_sync, rank_rounds
-from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, training_layout
+from rlmath.rollout.weight_sync.shard_layouts import (
+    engine_adapters,
+    engine_shapes,
+    training_layout,
+)
 from tests.rollout.weight_sync.oracle import (
     EXPERTS,
     SMALL,
@@ -181,6 +186,7 @@ class Simulation:
         assert copy.target_parameter not in self.completed[rank], (
             f"{copy} comes after its parameter is done"
         )
+        assert copy.elements > 0, f"{copy} copies nothing"
         for kind, content in ((self.engines, values), (self.writes, 1)):
             matrix = kind[rank][copy.target_parameter]
             part = matrix[copy.target_row :, copy.target_col :][: copy.rows, : copy.cols]
@@ -369,6 +375,18 @@ def test_experts_on_any_ranks_fill_every_engine(
     plan = plan_of(EXPERTS, layout, engine_size, bucket)
     Simulation(EXPERTS, layout, engine_size, plan).check()
     assert sum(map(plan.bytes_sent, range(layout.ranks))) == plan.lower_bound
+
+
+@pytest.mark.parametrize("target", ["all", "attention", "mlp"])
+def test_the_adapters_that_engines_hold_are_planned_with_the_model(target: str) -> None:
+    adapters = engine_adapters(SMALL, LoraConfig(rank=4, target=target))
+    mesh = Layout(tensor=2, stages=PP2).mesh(2)
+    layout = training_layout(SMALL.num_layers, mesh)
+    plan = plan_sync(SMALL, layout, mesh, FLOAT32, bytes_of(150), adapters=adapters)
+    for rank in range(mesh.world_size):
+        names = [name for round_ in rank_rounds(plan, rank) for name in round_.complete]
+        assert Counter(names) == Counter(engine_shapes(SMALL, 2, adapters).keys())
+    assert len(names) > len(engine_shapes(SMALL, 2))
 
 
 @pytest.mark.parametrize("engine_size", [8, pytest.param(4, marks=pytest.mark.full)])
