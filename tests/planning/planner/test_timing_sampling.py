@@ -104,9 +104,10 @@ def test_ranks_of_an_engine_share_its_work_and_sum_hidden_states():
         plan_rollout(inputs(config, n, flops=1.0)) for config, n in ((CONFIG, 1), (two, 2))
     )
     assert split.seconds == pytest.approx(whole.seconds / 2)
-    assert plan_rollout(inputs(two, 2, node=1.0)).seconds == pytest.approx(
-        8 * 10 * 8 * 2 * 2 * 4, rel=1e-3
-    )
+    one_node = inputs(two, 2, node=1.0)
+    assert plan_rollout(one_node).seconds == pytest.approx(8 * 10 * 8 * 2 * 2 * 4, rel=1e-3)
+    with_tools = plan_rollout(given(one_node, 5.0))
+    assert with_tools.seconds == pytest.approx(8 * 15 * 8 * 2 * 2 * 4, rel=1e-3)
 
 
 def test_a_prompt_is_read_once_for_its_group_where_whole_blocks_hold_it():
