@@ -40,10 +40,10 @@ def step_lines(plan: StepPlan) -> Iterator[str]:
     batch = plan.batch
     lengths = plan.batch.lengths
     rollout = plan.rollout
-    given = f" + {batch.given_tokens:,.0f} given" if plan.config.tools.format else ""
+    given_text = f" + {batch.given_tokens:,.0f} given" if plan.config.tools.format else ""
     yield (
         f"Step: {batch.sequences:,} sequences, {batch.prompt_tokens:,.0f} + {lengths.mean:,.0f}"
-        f"{given} tokens on average "
+        f"{given_text} tokens on average "
         f"(completions of at most {lengths.longest:,}, {lengths.truncated:.1%} cut off): "
         f"{batch.tokens:,.0f} tokens"
     )

@@ -91,7 +91,7 @@ def called(folder: Path, engine_size: int) -> Called:
     tokenizer = load_tokenizer(str(folder))
     scored: dict[Key, Completion] = {}
     usages: list[Usage] = []
-    """Of every call of `sample`."""
+    """One for every call of `sample`."""
 
     def score(request: Request, completion: Completion) -> None:
         scored[request.key] = completion

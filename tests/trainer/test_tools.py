@@ -144,7 +144,7 @@ def test_calls_are_counted_with_their_outcomes() -> None:
 
 
 def test_the_share_that_waits_is_of_all_engines_seconds() -> None:
-    """Of 6 s and 4 s, in a rollout and a shorter one, engines waited for 3 s."""
+    """Two engines waited for 3 s of the 6 s and 4 s that they sampled, in two rollouts."""
     rounds = [
         [EngineUsage(4.0, 9, 0, 1.0, waiting_seconds=1.0), EngineUsage(3.0, 9, 0, 1.0)],
         [EngineUsage(2.0, 9, 0, 1.0, waiting_seconds=2.0), EngineUsage(1.0, 9, 0, 1.0)],

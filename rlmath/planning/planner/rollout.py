@@ -128,13 +128,13 @@ def _token_seconds(inputs: StepInputs, engines: int) -> float:
     count = max(1.0, batch.sequences / engines)
     tokens = count * batch.lengths.mean
     prompt = batch.prompt_tokens
-    given = batch.given_tokens
-    read = tokens * (prompt + given / 2) + count * batch.lengths.moment(2) / 2
-    read_by_given = count * given * (prompt + (given + batch.lengths.mean) / 2)
+    tool_tokens = batch.given_tokens
+    read = tokens * (prompt + tool_tokens / 2) + count * batch.lengths.moment(2) / 2
+    read_by_given = count * tool_tokens * (prompt + (tool_tokens + batch.lengths.mean) / 2)
     block = BLOCK_TOKENS[inputs.target.kind]
     shared = prompt // block * block
     prefilled = count * (prompt - shared + shared / batch.group)
-    decoded_or_given = tokens + count * given
+    decoded_or_given = tokens + count * tool_tokens
     computed = decoded_or_given + prefilled
     cost = forward_cost(inputs.shape)
     flops = computed * cost.linear

@@ -54,11 +54,13 @@ def test_flops_of_one_rank():
 
 
 def test_given_tokens_are_trained_on_as_those_of_a_longer_prompt():
-    """In forward and backward passes, micro-batches, and what the host packs."""
-    given = replace(BATCH, given_tokens=5.0)
+    """They are in forward and backward passes, in micro-batches, and in what the host packs."""
+    given_more = replace(BATCH, given_tokens=5.0)
     longer = replace(BATCH, prompt_tokens=BATCH.prompt_tokens + 5)
-    assert given.tokens == BATCH.tokens + 8 * 5
-    step, longer_step = (inputs(CONFIG, 1, batch=batch, flops=1.0) for batch in (given, longer))
+    assert given_more.tokens == BATCH.tokens + 8 * 5
+    step, longer_step = (
+        inputs(CONFIG, 1, batch=batch, flops=1.0) for batch in (given_more, longer)
+    )
     # Of 168 tokens 33 are in a micro-batch.
     assert step.microbatches == 6
     for phase_seconds in (logprobs_seconds, update_seconds):
@@ -66,7 +68,7 @@ def test_given_tokens_are_trained_on_as_those_of_a_longer_prompt():
         assert phase_seconds(step) > phase_seconds(inputs(CONFIG, 1, flops=1.0))
     host = replace(step.cluster.coefficients, token_seconds=1.0)
     packed = plan_step(replace(step, cluster=replace(step.cluster, coefficients=host)))
-    assert packed.seconds["other"] == pytest.approx(given.tokens)
+    assert packed.seconds["other"] == pytest.approx(given_more.tokens)
 
 
 def test_tools_give_completions_a_share_of_the_most_or_what_was_measured():
