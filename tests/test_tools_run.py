@@ -94,6 +94,7 @@ def test_calls_stand_in_the_samples_and_in_the_metrics(place: Path) -> None:
         for status in ("ok", "error", "lost"):
             share = sum(call["status"] == status for call in calls) / len(calls)
             assert row[f"tools/status/{status}"] == pytest.approx(share)
+        assert 0 < row["tools/wait_share"] < 1
         assert row["tools/given_tokens"] > 0 and math.isfinite(row["train/grad_norm"])
 
 

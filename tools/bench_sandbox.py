@@ -1,10 +1,11 @@
 """Calls of a model's code in sandboxes, against `python -c` one after the other.
 
-    python tools/bench_sandbox.py [--quick]
+    python tools/bench_sandbox.py [--quick | --demo STEPS]
 
 A completion of its own for every call, so that each needs a sandbox that nobody has used. Prints
 figures (tools/figures.py); "CPU time" is that of all processes, which another program beside does
-not change much.
+not change much. With --demo only one: the share of a demo's rollouts (`rlmath demo --algorithm
+tools`, on one rank) in which the engine had nothing to do but wait for calls.
 """
 
 from __future__ import annotations
@@ -14,15 +15,19 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from rlmath.cli import demo
 from rlmath.sandbox.calls import Limits
 from rlmath.sandbox.kernel import best_isolation
 from rlmath.sandbox.sandboxes import Sandboxes
+from rlmath.telemetry.metrics_writer import read_metrics
 from rlmath.workers.process_tree import PAGE_BYTES
 from tools.figures import print_figure
 
@@ -144,6 +149,36 @@ def bench_case(sandboxes: Sandboxes, name: str, code: str, quick: bool) -> None:
     report(name, "CPU time of a call", 1000 * cpu / count, unit="ms")
 
 
+def bench_demo(folder: Path, steps: int) -> None:
+    """Train the demo's model for so many steps, which cannot multiply and learns to call.
+
+    Reports the share of the rollouts that waits for calls, with what it is made of."""
+    arguments = demo.parse(["--algorithm", demo.TOOLS, "--ranks", "1", "--output", str(folder)])
+    demo.fill_layout(arguments, gpus=0)
+    folder.mkdir()
+    words = [*demo.training_words(folder, arguments), f"run.total_steps={steps}"]
+    command = [*demo.RLMATH, "train", "--ranks", "1", *words]
+    with redirect_stdout(sys.stderr):
+        demo.make_base(folder, arguments.seed, with_tool=True)
+        demo.run(f"Training, {steps} steps", command, demo.one_thread())
+    rows = read_metrics(str(folder / "run"))
+    seconds = sum(row["seconds/rollout"] for row in rows)
+    waiting = sum(row["seconds/rollout"] * row["tools/wait_share"] for row in rows)
+    calls = [row["n_seqs"] * row["tools/calls_per_completion"] for row in rows]
+    call_seconds = sum(
+        count * row.get("tools/wait_s", 0.0) for count, row in zip(calls, rows, strict=True)
+    )
+    mean_milliseconds = 1000 * call_seconds / sum(calls)
+    report(
+        f"the demo's rollouts, {steps} steps",
+        "share that waits for calls",
+        waiting / seconds,
+        unit="share",
+        baseline=f"rollouts of {seconds:.1f} s, {waiting:.1f} s of it waiting; {sum(calls):.0f} "
+        f"calls of {mean_milliseconds:.0f} ms",
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="Calls of a model's code in sandboxes, against python -c."
@@ -151,7 +186,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--quick", action="store_true", help="fewer calls: within a minute on two cores"
     )
+    parser.add_argument("--demo", type=int, metavar="STEPS", help="of a demo with tools: minutes")
     arguments = parser.parse_args(argv)
+    if arguments.demo is not None:
+        with tempfile.TemporaryDirectory() as place:
+            bench_demo(Path(place) / "demo", arguments.demo)
+        return 0
     with Sandboxes(cores=1, sessions=16, limits=LIMITS, isolation=best_isolation()) as sandboxes:
         started = time.perf_counter()
         sandboxes.await_ready()

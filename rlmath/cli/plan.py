@@ -65,6 +65,14 @@ def parser() -> argparse.ArgumentParser:
     work.add_argument(
         "--mean-prompt-tokens", type=float, help="default: 128, or data.max_prompt_tokens"
     )
+    work.add_argument(
+        "--mean-given-tokens",
+        type=float,
+        help="tokens that tools give a completion; default: 0.3 x the most",
+    )
+    work.add_argument(
+        "--mean-calls", type=float, help="calls of a completion; default: 0.3 x tools.max_calls"
+    )
     prompts_help = (
         "training prompts, where data.train_path is not there, or is parquet without pyarrow"
     )

@@ -114,10 +114,11 @@ def predict_run(config: Config, asked: Namespace) -> RunPrediction:
             target,
             cluster=cluster,
             batch=batch_of(
-                stage.config.data,
-                stage.config.rollout,
+                stage.config,
                 mean_response=asked.mean_response_tokens,
                 mean_prompt=asked.mean_prompt_tokens,
+                mean_given=asked.mean_given_tokens,
+                mean_calls=asked.mean_calls,
             ),
         )
         for stage in shapes.length_stages

@@ -40,9 +40,10 @@ def step_lines(plan: StepPlan) -> Iterator[str]:
     batch = plan.batch
     lengths = plan.batch.lengths
     rollout = plan.rollout
+    given_text = f" + {batch.given_tokens:,.0f} given" if plan.config.tools.format else ""
     yield (
-        f"Step: {batch.sequences:,} sequences, {batch.prompt_tokens:,.0f} + {lengths.mean:,.0f} "
-        "tokens on average "
+        f"Step: {batch.sequences:,} sequences, {batch.prompt_tokens:,.0f} + {lengths.mean:,.0f}"
+        f"{given_text} tokens on average "
         f"(completions of at most {lengths.longest:,}, {lengths.truncated:.1%} cut off): "
         f"{batch.tokens:,.0f} tokens"
     )
@@ -65,6 +66,8 @@ def step_lines(plan: StepPlan) -> Iterator[str]:
                 f"    {_seconds(rollout.tail_seconds)} of it for the tail, with fewer "
                 "completions than places"
             )
+        if phase == "rollout" and rollout.waiting_seconds > 0:
+            yield f"    {_seconds(rollout.waiting_seconds)} of it engines wait for tools"
         if phase == "update" and plan.idle_share > 0:
             yield f"    {plan.idle_share:.1%} of it a pipeline stage waits for others"
     if plan.overlaps:

@@ -136,6 +136,9 @@ FIGURES: Mapping[str, Sequence[Lines]] = {
         Lines(
             "Waiting for calls", "s", {"tools/wait_s": "mean of a call", "tools/wait_s_p99": "p99"}
         ),
+        Lines(
+            "Engines that only wait for calls", "share of the rollout", {"tools/wait_share": "mean"}
+        ),
     ],
     "Policy": [
         Lines("Entropy", "nats per token", {"train/entropy_loss": "entropy"}),

@@ -267,12 +267,14 @@ class Collector:
         started = time.perf_counter()
         completions: dict[Key, PartialCompletion | Completion] = {}
         tokenizer = None if rewards is None else self.tokenizer
-        for ended in self._engine.running_completions(step, tokenizer, submit).sample(work_queue):
+        running = self._engine.running_completions(step, tokenizer, submit)
+        for ended in running.sample(work_queue):
             progress.add_one()
             progress.tick()
             before = len(by_key[ended.request.key].request.so_far.token_ids)
             completions[ended.request.key] = _without_first(ended.completion, before)
-        usage = work_queue.usage(time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        usage = work_queue.usage(seconds, running.usage.waiting_seconds)
         if rewards is None:
             return {}, {}, None
         rewards.wait(self._engine.on_step)

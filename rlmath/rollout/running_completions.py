@@ -87,6 +87,8 @@ class Usage:
     since: float = field(default_factory=time.perf_counter)
     busy_seconds: float = 0.0
     """Time spent in steps of vLLM."""
+    waiting_seconds: float = 0.0
+    """Time in which all completions waited for tools."""
     new_tokens: int = 0
     steps: int = 0
     running: int = 0
@@ -278,8 +280,13 @@ class RunningCompletions:
         Returns those that have ended: they are lost, or at the end of their slice."""
         if self._tools is None:
             return []
+        is_idle = not self.busy
+        started = time.perf_counter()
+        answers = self._tools.answered(is_idle)
+        if is_idle:
+            self.usage.waiting_seconds += time.perf_counter() - started
         ended = []
-        for answered in self._tools.answered(is_idle=not self.busy):
+        for answered in answers:
             if answered.is_lost:
                 ended.append(self._finish(answered.request, "lost"))
             elif answered.request.slice_tokens == 0:

@@ -52,6 +52,8 @@ class EngineUsage:
     """The last steps, in which it began nothing and nothing waited."""
     fill: float
     """Mean of the sequences that it decoded in a step, as a share of the most (0 to 1)."""
+    waiting_seconds: float = 0.0
+    """Part of `seconds` in which it only waited for tools."""
 
 
 ItemT = TypeVar("ItemT")
@@ -141,10 +143,17 @@ class WorkQueue:
         if self._mesh.is_engine_leader:
             self._items.close()
 
-    def usage(self, seconds: float) -> EngineUsage:
+    def usage(self, seconds: float, waiting_seconds: float = 0.0) -> EngineUsage:
+        """What the engine did in so many seconds, in some of which it only waited for tools."""
         most_running = max(self._running, default=0)
         fill = sum(self._running) / (most_running * len(self._running)) if most_running else 0.0
-        return EngineUsage(seconds, len(self._running), self._tail_steps, fill=fill)
+        return EngineUsage(
+            seconds,
+            len(self._running),
+            self._tail_steps,
+            fill=fill,
+            waiting_seconds=waiting_seconds,
+        )
 
     def _requests_of(self, work_item: WorkItem) -> Sequence[Request]:
         row = self._requests_PG[work_item.prompt]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rlmath.algorithms.dynamic_sampling import TOOL_REASONS, Selection
 from rlmath.config.schema import ToolsConfig
 from rlmath.data.tool_formats import ends_with_call
+from rlmath.rollout.work_queue import EngineUsage
 from rlmath.sandbox.calls import STATUSES
 from rlmath.trainer.validation import is_right
 from rlmath.trainer.void_turns import VoidRule
@@ -58,3 +61,15 @@ def tool_metrics(selection: Selection, is_void: VoidRule, tools: ToolsConfig) ->
             "tools/wait_s_p99": seconds[int(0.99 * (len(seconds) - 1))],
         }
     return metrics
+
+
+def wait_metrics(rounds: Sequence[Sequence[EngineUsage]]) -> dict[str, float]:
+    """The share of a step's rollouts (0 to 1) in which an engine only waited for calls.
+
+    It is the mean over the engines, each of which has a usage in every rollout; empty where there
+    was none."""
+    usages = [usage for usages in rounds for usage in usages]
+    if not usages:
+        return {}
+    seconds = sum(usage.seconds for usage in usages)
+    return {"tools/wait_share": sum(usage.waiting_seconds for usage in usages) / seconds}

@@ -206,6 +206,22 @@ def test_a_faster_machine_and_shorter_answers_are_faster(
     assert sign * (other["step_seconds"] - usual["step_seconds"]) > 0
 
 
+def test_what_tools_give_is_told_and_planned(model: str, capsys: pytest.CaptureFixture[str]):
+    """One call of at most 64 tokens and 16 around them for each of 512 completions."""
+    words = ["--config", str(CONFIGS / "demo.yaml"), model, "run.device=cpu", "parallel.tensor=1"]
+    tools = (*words, *TOOL_WORDS, "--layouts", "0")
+    assert main([*tools]) == 0
+    out = capsys.readouterr().out
+    assert "512 sequences, 32 + 10 + 24 given tokens on average" in out
+    assert " of it engines wait for tools" in out
+    (plain_stage,) = planned(capsys, *words)["stages"]
+    measured = ("--mean-given-tokens", "40", "--mean-calls", "1")
+    (stage,) = planned(capsys, *words, *TOOL_WORDS, *measured)["stages"]
+    assert stage["tokens"] - plain_stage["tokens"] == pytest.approx(512 * 40)
+    for phase in ("rollout", "update"):
+        assert stage["seconds"][phase] > plain_stage["seconds"][phase]
+
+
 def test_measured_coefficients_reach_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "mine.json"
     words = ("--config", str(CONFIGS / "areal/7b_n16.yaml"))

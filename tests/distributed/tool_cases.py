@@ -15,6 +15,7 @@ from rlmath.algorithms.types import Completion, Prompt
 from rlmath.config.schema import RewardConfig, RolloutConfig, ToolsConfig
 from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
+from rlmath.rollout.running_completions import Usage
 from rlmath.rollout.sampling import Key, Request
 from tests.tiny_models import shape_of
 from tests.tool_models import PROMPT, chat_number_of, number_of
@@ -50,6 +51,10 @@ class Called:
     """Completions whose sandboxes' server is killed whenever it runs."""
     refusal: str
     """How a rollout ends most of whose completions are so lost."""
+    first: Completion
+    """The first completion, where the engine has no other."""
+    waiting_seconds: float
+    """Seconds for which the engine only waited for its calls."""
 
 
 def requests_of(samples: int) -> list[Request]:
@@ -85,6 +90,8 @@ def called(folder: Path, engine_size: int) -> Called:
     engine.version = 5
     tokenizer = load_tokenizer(str(folder))
     scored: dict[Key, Completion] = {}
+    usages: list[Usage] = []
+    """One for every call of `sample`."""
 
     def score(request: Request, completion: Completion) -> None:
         scored[request.key] = completion
@@ -102,6 +109,7 @@ def called(folder: Path, engine_size: int) -> Called:
         engine.on_step = killer(sandboxes) if kills and sandboxes else lambda: None
         own_tokenizer = tokenizer if mesh.is_engine_leader else None
         running = engine.running_completions(2, own_tokenizer, score)
+        usages.append(running.usage)
         requests = requests_of(samples)
         finished = {}
         while requests:
@@ -120,6 +128,7 @@ def called(folder: Path, engine_size: int) -> Called:
             sandboxes.close()
         return dict(sorted(finished.items()))
 
+    first = sample(1)[0, 0]
     completions = sample(ROLLOUT.group_size)
     whole = dict(scored)
     prompt = tuple(map(number_of, PROMPT))
@@ -147,6 +156,8 @@ def called(folder: Path, engine_size: int) -> Called:
         fresh=fresh,
         lost=lost,
         refusal=refusal,
+        first=first,
+        waiting_seconds=usages[0].waiting_seconds,
     )
 
 

@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from rlmath.checkpoint.hf.run_shapes import read_run_shapes
+from rlmath.config.length_curriculum import checked_length_stages
 from rlmath.config.schema import (
     AlgorithmConfig,
     Config,
@@ -24,9 +25,10 @@ from rlmath.config.schema import (
     PolicyConfig,
     RolloutConfig,
     RunConfig,
+    ToolsConfig,
 )
 from rlmath.planning import memory_fit
-from rlmath.planning.checks import check_config
+from rlmath.planning.checks import check_config, setting_problems
 from rlmath.planning.memory_estimate import largest, mesh_of
 from rlmath.planning.memory_fit import (
     measured_line,
@@ -298,6 +300,36 @@ def test_a_kv_cache_of_a_given_size_is_planned_and_must_hold_one_sequence():
     assert problem.startswith("rollout.kv_cache_gib is 0.9; one sequence of 17408 tokens")
     problem = problems_of_fit(with_setting(settings, "rollout.kv_cache_gib", 60.0), QWEN_7B, 8)[0]
     assert '"generate"' in problem and "Lower rollout.kv_cache_gib (now 60)." in problem
+
+
+@pytest.mark.parametrize(
+    ("max_calls", "max_output_tokens", "longest"),
+    [(2, 100, 17640), (3, 100, 17756), (2, 400, 18240)],
+)
+def test_cache_and_micro_batches_hold_what_tools_give(
+    max_calls: int, max_output_tokens: int, longest: int
+):
+    """Prompt and completion have 17,408 tokens, an output 16 around it."""
+    tools = ToolsConfig(format="fence", max_calls=max_calls, max_output_tokens=max_output_tokens)
+    settings = replace(fitting(), tools=tools)
+    blocks = -(-longest // 16) + 1
+    cache_gib = blocks * 16 * 56 * 1024 / GIB
+    assert (
+        problems_of_fit(with_setting(settings, "rollout.kv_cache_gib", cache_gib), QWEN_7B, 8) == []
+    )
+    smaller = with_setting(settings, "rollout.kv_cache_gib", (blocks - 1) / blocks * cache_gib)
+    (problem,) = problems_of_fit(smaller, QWEN_7B, 8)
+    assert f"one sequence of {longest} tokens" in problem
+
+    def activations(tokens: int) -> int:
+        fitted = with_setting(settings, "policy.max_tokens_per_microbatch", tokens)
+        plans = rank_plans(fitted, QWEN_7B, 8, target_of(fitted))
+        return largest(plans)[0].phases["update"]["activations"]
+
+    short = with_setting(settings, "policy.max_tokens_per_microbatch", longest - 1)
+    (problem,) = setting_problems(short, checked_length_stages(short), 8)
+    assert f" = {longest} tokens and must fit" in problem
+    assert activations(longest) * 17408 == activations(17408) * longest
 
 
 def test_the_share_that_an_engine_needs_is_told_beside_what_the_gpu_has():

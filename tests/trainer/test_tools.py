@@ -25,11 +25,12 @@ from rlmath.data.dataset import ValidationFile
 from rlmath.data.packing import pack
 from rlmath.planning.setting_tables import conflicts, without_effect
 from rlmath.rollout.called_completions import check_lost
+from rlmath.rollout.work_queue import EngineUsage
 from rlmath.telemetry.samples import SampleWriter, call_facts, read_samples, text_with_outputs
 from rlmath.trainer.metrics import rollout_metrics
 from rlmath.trainer.policy_update import make_samples
 from rlmath.trainer.rollouts.synchronous import selection_rules
-from rlmath.trainer.tool_metrics import tool_metrics
+from rlmath.trainer.tool_metrics import tool_metrics, wait_metrics
 from rlmath.trainer.validation import file_metrics
 from rlmath.trainer.void_turns import void_rule, void_rule_of
 
@@ -140,6 +141,16 @@ def test_calls_are_counted_with_their_outcomes() -> None:
         "tools/wait_s": (1 + 2 + 3 + 0.5) / 4,
         "tools/wait_s_p99": 2.0,
     }
+
+
+def test_the_share_that_waits_is_of_all_engines_seconds() -> None:
+    """Two engines waited for 3 s of the 6 s and 4 s that they sampled, in two rollouts."""
+    rounds = [
+        [EngineUsage(4.0, 9, 0, 1.0, waiting_seconds=1.0), EngineUsage(3.0, 9, 0, 1.0)],
+        [EngineUsage(2.0, 9, 0, 1.0, waiting_seconds=2.0), EngineUsage(1.0, 9, 0, 1.0)],
+    ]
+    assert wait_metrics(rounds) == {"tools/wait_share": 0.3}
+    assert wait_metrics([]) == {}
 
 
 def test_lost_completions_say_nothing_of_the_model() -> None:

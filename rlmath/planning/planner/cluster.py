@@ -45,6 +45,8 @@ class Coefficients:
     """Seconds of a pass of one micro-batch, forward or backward, whatever its size."""
     token_seconds: float
     """Seconds of the host's work for one token of a step, on every rank: gathering and packing."""
+    call_seconds: float
+    """Seconds of a call of a tool, from its marker to its output."""
     step_seconds: float
     """Seconds of a step that remain, with putting the engine to sleep and waking it."""
 
@@ -60,6 +62,7 @@ COEFFICIENTS = {
         adapter_seconds=47e-6,
         microbatch_seconds=5e-3,
         token_seconds=0.2e-6,
+        call_seconds=20e-3,
         step_seconds=2.0,
     ),
     "cpu": Coefficients(
@@ -72,6 +75,7 @@ COEFFICIENTS = {
         adapter_seconds=60e-6,
         microbatch_seconds=5e-3,
         token_seconds=8e-6,
+        call_seconds=20e-3,
         step_seconds=30e-3,
     ),
 }

@@ -83,15 +83,24 @@ class Batch:
     prompt_tokens: float
     """Mean length of a prompt."""
     lengths: Lengths
+    """Sampled tokens of completions."""
+    given_tokens: float = 0.0
+    """Mean tokens of a completion that tools gave it."""
+    calls: float = 0.0
+    """Mean calls of tools in a completion."""
 
     @property
     def tokens(self) -> float:
         """Tokens of prompts and completions, a prompt counted with each of its completions."""
-        return self.sequences * (self.prompt_tokens + self.lengths.mean)
+        return self.sequences * (self.prompt_tokens + self.given_tokens + self.lengths.mean)
 
     @property
     def squares(self) -> float:
-        """Sum of the squares of the sequences' lengths; prompts are taken to be of one length."""
-        prompt = self.prompt_tokens
+        """Sum of the squares of the sequences' lengths.
+
+        Prompts are taken to be of one length, and all completions to be given equally much."""
+        unsampled = self.prompt_tokens + self.given_tokens
         mean = self.lengths.mean
-        return self.sequences * (prompt * prompt + 2 * prompt * mean + self.lengths.moment(2))
+        return self.sequences * (
+            unsampled * unsampled + 2 * unsampled * mean + self.lengths.moment(2)
+        )

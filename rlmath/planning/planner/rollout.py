@@ -25,6 +25,8 @@ class PlannedRollout:
     seconds: float
     tail_seconds: float
     """Part of `seconds` in which it has more places than completions are left."""
+    waiting_seconds: float
+    """Part of `seconds` in which it only waits for calls of tools."""
 
 
 def plan_rollout(inputs: StepInputs) -> PlannedRollout:
@@ -33,7 +35,10 @@ def plan_rollout(inputs: StepInputs) -> PlannedRollout:
     With all places taken, an engine needs mean x requests / places steps. Where it waits for every
     completion of its step, it takes as many more steps as the longest has more tokens than the
     mean. Partial rollouts, tail batching and engines on ranks of their own spread these over the
-    steps that a completion may take, and have the requests of as many steps in their places."""
+    steps that a completion may take, and have the requests of as many steps in their places.
+
+    Calls of tools run beside the engine, `tools.cores` at a time. It waits for what they take
+    longer than sampling does, and for those of the last completion."""
     rollout = inputs.config.rollout
     batch = inputs.batch
     lengths = inputs.batch.lengths
@@ -50,13 +55,17 @@ def plan_rollout(inputs: StepInputs) -> PlannedRollout:
     )
     step_seconds += _exchange_seconds(inputs, tokens=0, messages=1)
     step_seconds += adapted_layers(inputs) * coefficients.adapter_seconds
-    sampled = _token_seconds(inputs, engines)
+    sampling = _token_seconds(inputs, engines) + steps * step_seconds
+    calling = batch.calls * coefficients.call_seconds
+    all_calls = calling * batch.sequences / engines / inputs.config.tools.cores
+    waiting = max(0.0, all_calls - sampling) + calling / spread
     return PlannedRollout(
         requests,
         slots=slots,
         steps=math.ceil(steps),
-        seconds=sampled + steps * step_seconds,
+        seconds=sampling + waiting,
         tail_seconds=(steps - full_steps) * step_seconds,
+        waiting_seconds=waiting,
     )
 
 
@@ -78,7 +87,8 @@ def slots_of(inputs: StepInputs, requests: int) -> int:
     max_sequences = (
         rollout.max_concurrent_sequences if rollout.ranks else None
     ) or rollout.max_num_seqs
-    running = inputs.batch.prompt_tokens + lengths.moment(2) / (2 * lengths.mean)
+    unsampled = inputs.batch.prompt_tokens + inputs.batch.given_tokens / 2
+    running = unsampled + lengths.moment(2) / (2 * lengths.mean)
     token = kv_bytes_per_token(inputs.shape, rollout.tensor_parallel, inputs.target.itemsize)
     return max(
         1,
@@ -108,31 +118,37 @@ def engine_of(inputs: StepInputs) -> EngineBytes:
 def _token_seconds(inputs: StepInputs, engines: int) -> float:
     """Seconds that a rank spends on the tokens of its engine.
 
-    Every token passes through the model and its adapters and reads the keys and values of all
-    before it, and the host handles it. A group's prompt is computed once, as far as it fills blocks
-    of the KV cache."""
+    Every token passes through the model and its adapters, and the host handles it. A sampled one
+    reads the keys and values of all before it, half of the given ones on average; those, like
+    prompts, are computed many at a time. A group's prompt is computed once, as far as it fills
+    blocks of the KV cache."""
     batch = inputs.batch
     cluster = inputs.cluster
     ranks = inputs.config.rollout.tensor_parallel
     count = max(1.0, batch.sequences / engines)
     tokens = count * batch.lengths.mean
     prompt = batch.prompt_tokens
-    read = tokens * prompt + count * batch.lengths.moment(2) / 2
+    tool_tokens = batch.given_tokens
+    read = tokens * (prompt + tool_tokens / 2) + count * batch.lengths.moment(2) / 2
+    read_by_given = count * tool_tokens * (prompt + (tool_tokens + batch.lengths.mean) / 2)
     block = BLOCK_TOKENS[inputs.target.kind]
     shared = prompt // block * block
     prefilled = count * (prompt - shared + shared / batch.group)
+    decoded_or_given = tokens + count * tool_tokens
+    computed = decoded_or_given + prefilled
     cost = forward_cost(inputs.shape)
-    flops = (tokens + prefilled) * cost.linear + cost.quadratic * (2 * read + prefilled * prompt)
+    flops = computed * cost.linear
+    flops += cost.quadratic * (2 * (read + read_by_given) + prefilled * prompt)
     adapters = engine_of(inputs).adapters / inputs.target.itemsize
     token_bytes = kv_bytes_per_token(inputs.shape, ranks, inputs.target.itemsize)
     handled = batch.tokens / (engines if inputs.config.rollout.ranks else 1)
     coefficients = cluster.coefficients
     return (
-        cluster.compute_seconds(flops / ranks + 2 * adapters * (tokens + prefilled))
+        cluster.compute_seconds(flops / ranks + 2 * adapters * computed)
         + cluster.memory_seconds(read * token_bytes)
         + tokens * coefficients.sequence_step_seconds
         + handled * coefficients.token_seconds
-        + _exchange_seconds(inputs, tokens=tokens, messages=0)
+        + _exchange_seconds(inputs, tokens=decoded_or_given, messages=0)
     )
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from rlmath.checkpoint.hf.run_shapes import InspectedShapes, RunShapes
-from rlmath.config.schema import NO_LORA, AlgorithmConfig, Config, DataConfig, RolloutConfig
+from rlmath.config.length_curriculum import tool_tokens
+from rlmath.config.schema import NO_LORA, AlgorithmConfig, Config
 from rlmath.data.dataset import critic_epochs
 from rlmath.distributed.mesh import Mesh
 from rlmath.planning.checks import (
@@ -41,7 +42,8 @@ another."""
 TYPICAL_SHARE = 0.3
 """Mean completion as a share of the longest, where not given.
 
-It is 0.29 to 0.31 for R1 models and 27,648 tokens."""
+It is 0.29 to 0.31 for R1 models and 27,648 tokens. For calls of tools and the tokens that they
+give, it is a guess."""
 TYPICAL_PROMPT = 128
 """Mean prompt (tokens) where not given; AReaL's step log has 108."""
 
@@ -79,16 +81,19 @@ class StepPlan:
 
 
 def batch_of(
-    settings: DataConfig,
-    rollout: RolloutConfig,
+    config: Config,
     mean_response: float | None = None,
     mean_prompt: float | None = None,
+    mean_given: float | None = None,
+    mean_calls: float | None = None,
 ) -> Batch:
-    """The sequences of a step with completions and prompts of these mean lengths (tokens).
+    """The sequences of a step whose completions and prompts have these mean lengths (tokens).
 
-    They are typical ones where not given. ValueError for lengths that the settings do not allow."""
-    longest = rollout.max_new_tokens
-    longest_prompt = settings.max_prompt_tokens
+    `mean_response` counts sampled tokens; tools give a completion `mean_given` beside, in
+    `mean_calls` calls. All are typical ones where not given. ValueError for means that the settings
+    do not allow."""
+    longest = config.rollout.max_new_tokens
+    longest_prompt = config.data.max_prompt_tokens
     mean = max(1.0, TYPICAL_SHARE * longest) if mean_response is None else mean_response
     prompt = float(min(TYPICAL_PROMPT, longest_prompt)) if mean_prompt is None else mean_prompt
     if not 1 <= prompt <= longest_prompt:
@@ -97,8 +102,27 @@ def batch_of(
             f"data.max_prompt_tokens, {longest_prompt}"
         )
         raise ValueError(f"{problem} (--mean-prompt-tokens)")
-    group = rollout.group_size
-    return Batch(settings.prompts_per_step * group, group, prompt, lengths_with_mean(mean, longest))
+    group = config.rollout.group_size
+    most_calls = 0 if config.tools.format is None else config.tools.max_calls
+    return Batch(
+        config.data.prompts_per_step * group,
+        group,
+        prompt,
+        lengths=lengths_with_mean(mean, longest),
+        given_tokens=_mean_of_tools("--mean-given-tokens", mean_given, tool_tokens(config.tools)),
+        calls=_mean_of_tools("--mean-calls", mean_calls, most_calls),
+    )
+
+
+def _mean_of_tools(option: str, mean: float | None, most: int) -> float:
+    """What tools do in a completion on average; without a `mean` a share of the most."""
+    if mean is None:
+        return TYPICAL_SHARE * most
+    if not 0 <= mean <= most:
+        raise ValueError(
+            f"{option} is {mean:g}; needed: from 0 to {most}, the most that tools.* allow"
+        )
+    return mean
 
 
 def step_inputs(

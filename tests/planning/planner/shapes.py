@@ -46,7 +46,7 @@ PAIR_FLOPS = 4 * 4 * 8 / 2
 
 4 x layers x query size, half of it masked."""
 GPU = Target("cuda", "H100-80GB", 79 * 2**30, local_layers=False)
-FREE = Coefficients(1.0, 1.0, 1.0, *(0.0,) * 7)
+FREE = Coefficients(1.0, 1.0, 1.0, *(0.0,) * 8)
 """All of a machine's speed, and nothing on top: seconds are work over speed."""
 ALIKE = Lengths(median=10.0, spread=0.02, longest=16)
 """Completions of almost exactly 10 tokens."""

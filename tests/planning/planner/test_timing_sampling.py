@@ -104,9 +104,10 @@ def test_ranks_of_an_engine_share_its_work_and_sum_hidden_states():
         plan_rollout(inputs(config, n, flops=1.0)) for config, n in ((CONFIG, 1), (two, 2))
     )
     assert split.seconds == pytest.approx(whole.seconds / 2)
-    assert plan_rollout(inputs(two, 2, node=1.0)).seconds == pytest.approx(
-        8 * 10 * 8 * 2 * 2 * 4, rel=1e-3
-    )
+    one_node = inputs(two, 2, node=1.0)
+    assert plan_rollout(one_node).seconds == pytest.approx(8 * 10 * 8 * 2 * 2 * 4, rel=1e-3)
+    with_tools = plan_rollout(given(one_node, 5.0))
+    assert with_tools.seconds == pytest.approx(8 * 15 * 8 * 2 * 2 * 4, rel=1e-3)
 
 
 def test_a_prompt_is_read_once_for_its_group_where_whole_blocks_hold_it():
@@ -163,3 +164,62 @@ def test_the_longest_completion_is_finished_within_its_steps(settings: dict, ste
     assert plan_rollout(with_rollout(LARGE, max_num_seqs=512, **settings)).steps == pytest.approx(
         steps, abs=1
     )
+
+
+# ---------------------------------------------------------------- tools
+
+
+def given(one: StepInputs, tokens: float, calls: float = 0.0) -> StepInputs:
+    """The same completions, each of which so many calls give so many tokens."""
+    return replace(one, batch=replace(one.batch, given_tokens=tokens, calls=calls))
+
+
+def seconds(one: StepInputs, **speeds: float) -> float:
+    """Seconds of a rollout on a machine without limits, but for these."""
+    machine = replace(one.cluster.machine, **speeds)
+    return plan_rollout(replace(one, cluster=replace(one.cluster, machine=machine))).seconds
+
+
+def test_given_tokens_are_computed_but_not_decoded():
+    """Four tokens in the middle of three completions: sequences of 20 tokens, not of 16."""
+    three = alike(3, 3)
+    with_tools = given(three, 4.0)
+    more_flops = 3 * (4 * TOKEN_FLOPS + (20**2 - 16**2) * PAIR_FLOPS)
+    assert seconds(with_tools, flops=1.0) - seconds(three, flops=1.0) == pytest.approx(more_flops)
+    # The last five sampled tokens of each read four more.
+    more_bytes = 3 * 5 * 4 * KV_BYTES
+    assert seconds(with_tools, memory=1.0) - seconds(three, memory=1.0) == pytest.approx(more_bytes)
+    assert plan_rollout(with_tools).steps == plan_rollout(three).steps
+
+
+def test_given_tokens_take_places_of_the_cache():
+    """While a completion is sampled, half of them are there on average."""
+    rollout = replace(
+        CONFIG.rollout, max_num_seqs=200, max_num_batched_tokens=256, memory_share=0.5
+    )
+    engine = engine_bytes(TINY, rollout, "cuda", 2, GPU.total_bytes)
+    cache = 60.5 * (RUNNING + 4) * KV_BYTES
+    small = replace(GPU, total_bytes=round(2 * (cache + engine.weights + engine.workspace)))
+    with_tools = given(alike(8, 4), 8.0)
+    smaller = replace(with_tools, config=replace(CONFIG, rollout=rollout), target=small)
+    assert slots_of(smaller, requests=500) == 60
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "waiting"),
+    [
+        (1e-3, 8 * 3 / 2 - 20e-3 + 3),  # 24 calls of a second, two at a time, are what takes time
+        (10.0, 3),  # they end while others are sampled, but for the last completion's
+    ],
+)
+def test_an_engine_waits_for_calls_that_take_longer_than_sampling(
+    step_seconds: float, waiting: float
+):
+    """Eight completions of ten tokens and three calls, on four places: twenty steps."""
+    eight = given(alike(8, 4), 0.0, calls=3.0)
+    coefficients = replace(
+        eight.cluster.coefficients, call_seconds=1.0, decode_step_seconds=step_seconds
+    )
+    plan = plan_rollout(replace(eight, cluster=replace(eight.cluster, coefficients=coefficients)))
+    assert plan.waiting_seconds == pytest.approx(waiting, rel=1e-4)
+    assert plan.seconds == pytest.approx(20 * step_seconds + waiting, rel=1e-4)

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.config.schema import PolicyConfig
+from rlmath.config.schema import PolicyConfig, ToolsConfig
 from rlmath.data.micro_batches import forward_cost, training_cost
 from rlmath.planning.planner.cluster import COEFFICIENTS, read_coefficients
 from rlmath.planning.planner.step import (
+    batch_of,
     plan_step,
     recomputes_logprobs,
     switch_seconds,
@@ -50,6 +51,42 @@ def recomputing(granularity: str, method: str | None = None, layers: int | None 
 def test_flops_of_one_rank():
     assert logprobs_seconds(inputs(CONFIG, 1, flops=1.0)) == pytest.approx(FORWARD)
     assert update_seconds(inputs(CONFIG, 1, flops=1.0)) == pytest.approx(3 * FORWARD)
+
+
+def test_given_tokens_are_trained_on_as_those_of_a_longer_prompt():
+    """They are in forward and backward passes, in micro-batches, and in what the host packs."""
+    given_more = replace(BATCH, given_tokens=5.0)
+    longer = replace(BATCH, prompt_tokens=BATCH.prompt_tokens + 5)
+    assert given_more.tokens == BATCH.tokens + 8 * 5
+    step, longer_step = (
+        inputs(CONFIG, 1, batch=batch, flops=1.0) for batch in (given_more, longer)
+    )
+    # Of 168 tokens 33 are in a micro-batch.
+    assert step.microbatches == 6
+    for phase_seconds in (logprobs_seconds, update_seconds):
+        assert phase_seconds(step) == pytest.approx(phase_seconds(longer_step))
+        assert phase_seconds(step) > phase_seconds(inputs(CONFIG, 1, flops=1.0))
+    host = replace(step.cluster.coefficients, token_seconds=1.0)
+    packed = plan_step(replace(step, cluster=replace(step.cluster, coefficients=host)))
+    assert packed.seconds["other"] == pytest.approx(given_more.tokens)
+
+
+def test_tools_give_completions_a_share_of_the_most_or_what_was_measured():
+    """Three calls of 100 tokens and 16 around them."""
+    tools = ToolsConfig(format="fence", max_calls=3, max_output_tokens=100)
+    called = replace(CONFIG, tools=tools)
+    batch = batch_of(called)
+    assert batch.given_tokens == pytest.approx(0.3 * 3 * 116) and batch.calls == pytest.approx(0.9)
+    more = replace(called, tools=replace(tools, max_calls=4, max_output_tokens=200))
+    assert batch_of(more).given_tokens == pytest.approx(0.3 * 4 * 216)
+    measured = batch_of(called, mean_given=348.0, mean_calls=3.0)
+    assert (measured.given_tokens, measured.calls) == (348.0, 3.0)
+    assert batch_of(replace(called, tools=replace(tools, format=None))) == batch_of(CONFIG)
+    assert batch_of(CONFIG).given_tokens == batch_of(CONFIG).calls == 0
+    with pytest.raises(ValueError, match="--mean-given-tokens is 349; needed: from 0 to 348"):
+        batch_of(called, mean_given=349.0)
+    with pytest.raises(ValueError, match="--mean-calls is 1; needed: from 0 to 0"):
+        batch_of(CONFIG, mean_calls=1.0)
 
 
 def test_a_critic_reads_everything_once_and_learns_from_it_once():
