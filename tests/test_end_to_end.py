@@ -18,7 +18,12 @@ from safetensors.torch import load_file
 from rlmath.answers.verifier import verify
 from rlmath.checkpoint.capture import read_capture
 from rlmath.config.load import load_config
-from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MISTAKE, SAVED_AND_STOPPED, read_exit_status
+from rlmath.distributed.fault_tolerance.exit_codes import (
+    FAILURE,
+    MISTAKE,
+    SAVED_AND_STOPPED,
+    read_exit_status,
+)
 from rlmath.run.startup import prepare_grpo
 from tests.disks import small_disk
 from tests.forked_ranks import replay, run_ranks

@@ -269,7 +269,9 @@ def test_the_time_of_a_set_is_that_of_both_its_ways(monkeypatch: pytest.MonkeyPa
     for name in ("offload", "onload"):
         move = getattr(rig.sets, name)
 
-        def recorded(*names: SetName, move: Callable[..., list[OffloadStats]] = move) -> list[OffloadStats]:
+        def recorded(
+            *names: SetName, move: Callable[..., list[OffloadStats]] = move
+        ) -> list[OffloadStats]:
             moved = move(*names)
             moves.extend(moved)
             return moved

@@ -909,7 +909,9 @@ def test_data_that_a_release_before_named_without_the_ends_of_files_is_the_same(
     checkpoint(tmp_path, 3)
     origin = Origin("model-1", "data-2", older_data="data-1")
     assert found_steps(make_config(tmp_path), origin) == [3]
-    changed = r"data.train_path: what .* has changed \(fingerprint data-1 of t.jsonl there, data-2 of "
+    changed = (
+        r"data.train_path: what .* has changed \(fingerprint data-1 of t.jsonl there, data-2 of "
+    )
     with pytest.raises(ValueError, match=f"{changed}v.jsonl now"):
         found_steps(
             make_config(tmp_path, "data.train_path=v.jsonl", "data.more_train_paths=[u.jsonl]"),

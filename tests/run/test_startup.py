@@ -403,7 +403,9 @@ def test_the_commits_of_a_run_that_may_go_on_are_those_in_its_folder(tmp_path: P
     assert [(hub_id.repo, hub_id.commit) for hub_id in recorded_ids(config)] == [
         ("org/base", commit)
     ]
-    assert recorded_ids(load_config([], [*paths, "model.path=m", "run.recover_mode=disabled"])) == []
+    assert (
+        recorded_ids(load_config([], [*paths, "model.path=m", "run.recover_mode=disabled"])) == []
+    )
 
 
 def test_a_start_sees_what_another_run_left_while_it_read_its_inputs(

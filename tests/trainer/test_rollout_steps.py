@@ -331,6 +331,15 @@ def test_groups_in_flight_that_cannot_be_this_runs_are_refused(
     (tmp_path / UNFINISHED).write_bytes(content)
     with pytest.raises(ValueError, match=r"draw 1 was sampled in steps \[0, 1\] of 1"):
         resumed.resume(tmp_path, 1, reward_changed=False)
+    as_long_as_any = part.extended((7,) * 8, (-0.5,) * 8, policy_version=0, step=0)
+    content = write_unfinished(
+        replace(unfinished, groups=[replace(group, samples=(as_long_as_any, score))])
+    )
+    (tmp_path / UNFINISHED).write_bytes(content)
+    with pytest.raises(
+        ValueError, match="draw 1 has an unfinished completion of the greatest length"
+    ):
+        resumed.resume(tmp_path, 1, reward_changed=False)
     others_wrote = part.answered([], (7,))
     content = write_unfinished(
         replace(unfinished, groups=[replace(group, samples=(others_wrote, score))])
