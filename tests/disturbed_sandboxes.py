@@ -45,6 +45,7 @@ def open_light_sandboxes(settings: ToolsConfig) -> Sandboxes:
         settings.sessions,
         limits=Limits(output_characters=most_output_characters(settings.max_output_tokens)),
         isolation=settings.isolation,
+        state=settings.state,
         preload=(),
     )
     sandboxes.await_ready()

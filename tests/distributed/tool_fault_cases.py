@@ -19,7 +19,7 @@ from tests.disturbed_sandboxes import (
 from tests.programs import wait_for
 
 SAMPLES = 6
-KILLS = 2
+KILLS = 1
 """How often a process is killed at an edge."""
 CALL_TOKENS = 6
 """Tokens of a call, and of a slice at whose end a call is out."""

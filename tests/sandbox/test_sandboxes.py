@@ -444,6 +444,24 @@ def test_a_server_that_dies_on_a_call_every_time_is_reported_as_lost() -> None:
         assert call(sandboxes, "b", "1").text == "1\n"
 
 
+def test_a_server_that_cannot_be_started_again_fails_calls_and_no_more(tmp_path: Path) -> None:
+    """As on a machine without a process or descriptor for it, until it has some again."""
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n', encoding="utf-8")
+    program.chmod(0o755)
+    with make(python=str(program)) as sandboxes:
+        first = call(sandboxes, "a", "x = 5")
+        descriptors = len(os.listdir("/proc/self/fd"))
+        program.rename(tmp_path / "away")
+        server_of(sandboxes).kill()
+        outcome = call(sandboxes, "b", "1")
+        assert outcome.status == "lost" and "server cannot be started again" in outcome.text
+        sandboxes.release("b")
+        assert len(os.listdir("/proc/self/fd")) == descriptors - 1
+        (tmp_path / "away").rename(program)
+        assert call(sandboxes, "a", "x", [first.as_past_call("x = 5")]).text == "5\n"
+
+
 def running_sandbox(sandboxes: Sandboxes) -> psutil.Process:
     """The one that executes WORK: those that wait for a call have hardly used the processor."""
     worked: list[psutil.Process] = []
