@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import random
 import select
-import signal
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import psutil
 
@@ -135,8 +134,7 @@ class KilledSandboxes:
         if self._is_due:
             self.kills_left -= 1
             self._seen |= set(processes)
-            for process in processes:
-                os.kill(process.pid, signal.SIGKILL)
+            kill(processes)
 
 
 class LosingSandboxes:
@@ -154,8 +152,7 @@ class LosingSandboxes:
 
     def wait(self, seconds: float) -> Results:
         results = self._sandboxes.wait(min(seconds, LOOK_SECONDS))
-        for process in working_of(psutil.Process(self._sandboxes.server_pid)):
-            process.kill()
+        kill(working_of(psutil.Process(self._sandboxes.server_pid)))
         return results
 
     def release(self, key: str) -> None:
@@ -196,8 +193,17 @@ class DelayedSandboxes:
 
 def working_of(server: psutil.Process) -> list[psutil.Process]:
     """The sandboxes of a server that execute WORK; sessions between calls are stopped."""
-    return [
-        child
-        for child in server.children()
-        if child.status() != psutil.STATUS_STOPPED and sum(child.cpu_times()[:2]) > BUSY_SECONDS
-    ]
+    working = []
+    for child in server.children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            cpu_seconds = sum(child.cpu_times()[:2])
+            if child.status() != psutil.STATUS_STOPPED and cpu_seconds > BUSY_SECONDS:
+                working.append(child)
+    return working
+
+
+def kill(processes: Iterable[psutil.Process]) -> None:
+    """Kill processes, of which some may have ended."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()

@@ -248,37 +248,41 @@ def test_lost_and_calling_completions_are_counted_where_a_user_looks(
     sandboxes = LosingSandboxes(open_light_sandboxes(TOOLS), losing)
     engine.tools = CalledCompletions(TOOLS, FORMAT, sandboxes)  # type: ignore[arg-type]
     collector = collector_of(engine, RewardConfig(), verifier)
-    requests = group_requests(PROMPTS, replace(SAMPLING, max_new_tokens=99), SEED)
-    works = [
-        Work(prompt, replace(request, slice_tokens=len(CALL_IDS)))
-        for prompt, row in zip(PROMPTS, requests, strict=True)
-        for request in row
+    sampling = replace(SAMPLING, samples=5, max_new_tokens=99)
+    rows = [
+        [Work(prompt, replace(request, slice_tokens=len(CALL_IDS))) for request in requests]
+        for prompt, requests in zip(PROMPTS, group_requests(PROMPTS, sampling, SEED), strict=True)
     ]
-    begun, _ = collector.sample([works], 99, step=2, title="")
+    begun, _ = collector.sample(rows, 99, step=2, title="")
     parts = {key: part for key, part in begun.items() if isinstance(part, PartialCompletion)}
-    calling = [work.request for work in works if calls_of(work.request.seed)]
-    twice = [request.key for request in calling if calls_of(request.seed) == 2]
-    assert parts.keys() == {request.key for request in calling} and "lost" not in caplog.text
-    losing.add(f"{twice[0][0]}/{twice[0][1]}")
+    seeds = {work.request.key: work.request.seed for row in rows for work in row}
+    twice = [key for key in parts if calls_of(seeds[key]) == 2]
+    assert parts.keys() == {key for key, seed in seeds.items() if calls_of(seed)}
+    assert "lost" not in caplog.text
+    lost_row, lost_sample = twice[0]
+    losing.add(f"{lost_row}/{lost_sample}")
     further = [
-        Work(work.prompt, replace(work.request, so_far=parts[work.request.key], slice_tokens=None))
-        for work in works
-        if work.request.key in parts
+        [
+            Work(work.prompt, replace(work.request, so_far=parts[key], slice_tokens=None))
+            for work in row
+            if (key := work.request.key) in parts
+        ]
+        for row in rows
     ]
-    ended, _ = collector.sample([further], 99, step=3, title="")
+    ended, _ = collector.sample(further, 99, step=3, title="")
     sandboxes.close()
     assert f"1 of {len(twice)} completions with calls are lost" in caplog.text
     assert "killed from outside" in caplog.text and "They leave their groups" in caplog.text
     whole = begun | ended
     groups = [
-        scored_group(prompt, [whole[p, g] for g in range(SAMPLING.samples)])  # type: ignore[misc]
-        for p, prompt in enumerate(PROMPTS)
+        scored_group(prompt, [whole[row, g] for g in range(5)])  # type: ignore[misc]
+        for row, prompt in enumerate(PROMPTS)
     ]
     config = Config(tools=TOOLS)
     selection = Selection(groups, choose_all(groups, selection_rules(config)), len(groups))
     metrics = tool_metrics(selection, void_rule(config), TOOLS)
-    assert metrics["tools/completions_with_calls"] == len(calling) / len(works)
+    assert metrics["tools/completions_with_calls"] == len(parts) / len(seeds)
     assert metrics["tools/lost_completions"] == 1
-    assert metrics["tools/status/lost"] == 1 / (len(calling) + len(twice))
-    p, g = twice[0]
-    assert selection.chosen[p].samples == tuple(k for k in range(SAMPLING.samples) if k != g)
+    assert metrics["tools/status/lost"] == 1 / (len(parts) + len(twice))
+    kept = [g for g in range(5) if g != lost_sample]
+    assert list(selection.chosen[lost_row].samples) == kept
