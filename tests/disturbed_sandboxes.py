@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import select
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import psutil
 
@@ -13,6 +13,7 @@ from rlmath.config.schema import ToolsConfig
 from rlmath.data.tool_fences import most_output_characters
 from rlmath.sandbox.calls import CallResult, Limits, PastCall
 from rlmath.sandbox.sandboxes import Sandboxes
+from tests.programs import wait_for
 
 Results = list[tuple[str, CallResult]]
 SERVER_EDGES = (
@@ -202,8 +203,17 @@ def working_of(server: psutil.Process) -> list[psutil.Process]:
     return working
 
 
-def kill(processes: Iterable[psutil.Process]) -> None:
-    """Kill processes, of which some may have ended."""
+def kill(processes: Sequence[psutil.Process]) -> None:
+    """Kill processes, of which some may have ended, and wait for their end."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
+    wait_for(lambda: all(map(has_ended, processes)), 20.0)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Whether nothing is open in a process any more, though nobody may have waited for it."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

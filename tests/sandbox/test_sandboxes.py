@@ -461,7 +461,9 @@ def test_a_result_counts_though_the_server_ends_behind_it() -> None:
             servers.append(sandboxes.server_pid)
         sandboxes.await_ready()
         select.select([sandboxes], [], [])
-        server_of(sandboxes).kill()
+        server = server_of(sandboxes)
+        server.kill()
+        wait_for(lambda: server.status() == psutil.STATUS_ZOMBIE, 20.0)
         assert [outcome.text for _, outcome in sandboxes.wait()] == ["42\n"]
         assert sandboxes.pending == 0 and sandboxes.poll() == []
 
