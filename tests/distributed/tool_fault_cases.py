@@ -18,7 +18,7 @@ from tests.disturbed_sandboxes import (
 )
 from tests.programs import wait_for
 
-SAMPLES = 6
+SAMPLES = 4
 KILLS = 1
 """How often a process is killed at an edge."""
 CALL_TOKENS = 6
