@@ -405,7 +405,7 @@ class Sandboxes:
             self._failure = f"{reason} before it was ready"
 
     def _fail_calls(self, reason: str) -> None:
-        """An attempt has failed at every call that the server has."""
+        """Count a failed attempt at every call that the server has."""
         done_keys = {key for key, _ in self._done}
         for number, pending in self._pending.items():
             if pending.retry_at is None and pending.key not in done_keys:

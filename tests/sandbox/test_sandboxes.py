@@ -446,7 +446,7 @@ def test_a_server_that_dies_on_a_call_every_time_is_reported_as_lost() -> None:
 
 
 def test_a_result_counts_though_the_server_ends_behind_it() -> None:
-    """Also in the last attempt, when a lost server would mean a lost call."""
+    """The last attempt, in which a lost server would mean a lost call."""
     with make(cores=1) as sandboxes:
         sandboxes.submit("a", "import time; time.sleep(0.5); 6 * 7", seed=1)
         servers = [sandboxes.server_pid]
@@ -469,7 +469,7 @@ def test_a_result_counts_though_the_server_ends_behind_it() -> None:
 
 
 def test_a_server_that_cannot_be_started_again_fails_calls_and_no_more(tmp_path: Path) -> None:
-    """As on a machine without a process or descriptor for it, until it has some again."""
+    """The machine has no process or descriptor for it, until it has some again."""
     program = tmp_path / "python"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n', encoding="utf-8")
     program.chmod(0o755)
