@@ -23,9 +23,9 @@ SERVER_EDGES = (
     "behind a result that is not read yet",
     "as a completion ends",
 )
-"""When a server is killed, with all its sandboxes."""
+"""Edges at which a server is killed, with all its sandboxes."""
 SANDBOX_EDGES = ("while its code runs", "between calls")
-"""When sandboxes are killed, and the server lives."""
+"""Edges at which sandboxes are killed, and the server lives."""
 EDGES = (
     *(f"server {edge}" for edge in SERVER_EDGES),
     *(f"sandbox {edge}" for edge in SANDBOX_EDGES),

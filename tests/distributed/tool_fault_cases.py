@@ -20,7 +20,7 @@ from tests.programs import wait_for
 
 SAMPLES = 4
 KILLS = 1
-"""How often a process is killed at an edge."""
+"""Number of kills at an edge."""
 CALL_TOKENS = 6
 """Tokens of a call, and of a slice at whose end a call is out."""
 SLICES = {"whole": None, "in slices": CALL_TOKENS}
@@ -45,7 +45,7 @@ class Faults:
 
     undisturbed: dict[Key, Completion]
     disturbed: dict[tuple[str, str], Disturbed]
-    """By the edge and the slices."""
+    """Keys are an edge and a name of SLICES."""
     losing: dict[str, dict[Key, Completion]]
     """What is sampled where every attempt at the calls of a completion fails."""
 
