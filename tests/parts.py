@@ -66,6 +66,7 @@ PARTS = {
                 "rollout",
                 "switch",
                 "sync",
+                "tool_faults",
                 "tools",
             )
         ),

@@ -4,6 +4,7 @@ The model follows a script, and only what it answers behind outputs can be right
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -17,8 +18,9 @@ from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MISTAKE
 from rlmath.replay.replay import find_capture
 from tests.forked_ranks import replay, run_ranks
 from tests.programs import TRAIN, metric_rows, rows, small_run
+from tests.selection import keeping
 from tests.test_resume import interrupted_after
-from tests.tool_models import CODES, SIZE, make_script_model
+from tests.tool_models import CODES, SIZE, make_chat_script_model, make_script_model
 
 STEPS = 2
 PROMPTS = 3
@@ -149,35 +151,50 @@ def test_a_resumed_run_calls_tools_again(place: Path) -> None:
 
 TAILS = {"carry": "rollout/sequences_in_flight", "defer": "rollout/deferred_groups"}
 """The metric of what a step leaves unfinished, by `rollout.tail`."""
+KEPT = (("fence", "carry"), ("fence", "defer"), ("chat", "carry"))
+"""Formats and tails that `make test` has."""
+CHAT = (
+    "tools.format=chat",
+    "data.template=chat",
+    "data.max_prompt_tokens=1000",
+    "policy.max_tokens_per_microbatch=2048",
+)
+LONG_TAIL = (
+    "rollout.group_size=2",
+    "rollout.slice_tokens=6",
+    "rollout.max_staleness=3",
+    "algorithm.recompute_logprobs=true",
+    "algorithm.importance_correction=token",
+    "algorithm.importance_mask_high=5",
+    "save.keep_last=9",
+    "telemetry.capture_steps=[]",
+)
 
 
-@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize(
+    ("tool_format", "tail"),
+    keeping(itertools.product(("fence", "chat"), TAILS), *KEPT),
+)
 def test_a_run_that_leaves_completions_with_calls_goes_on_bit_by_bit(
-    place: Path, tail: str
+    place: Path, tool_format: str, tail: str
 ) -> None:
     """Killed after its first step; with "carry" calls are in flight, whose sessions come again."""
-    settings = (
-        f"rollout.tail={tail}",
-        "rollout.group_size=2",
-        "rollout.slice_tokens=6",
-        "rollout.max_staleness=3",
-        "algorithm.recompute_logprobs=true",
-        "algorithm.importance_correction=token",
-        "algorithm.importance_mask_high=5",
-        "save.keep_last=9",
-        "telemetry.capture_steps=[]",
-    )
+    settings = [f"rollout.tail={tail}", *LONG_TAIL]
+    if tool_format == "chat":
+        model = make_chat_script_model(place / "chat", positions=2048)
+        settings += [f"model.path={model}", *CHAT]
     steps = 4
-    train(place, steps, *settings, folder=tail)
-    whole = place / tail
+    whole = place / f"{tool_format}-{tail}"
+    train(place, steps, *settings, folder=whole.name)
     metrics = rows(whole)
     assert len(metrics) == steps and metrics[0][TAILS[tail]] > 0
     assert any(row["tools/calls_per_completion"] > 0 for row in metrics)
     content = (whole / "checkpoints" / "step-000001" / UNFINISHED).read_bytes()
     unfinished = read_unfinished(content, 2, SIZE, lambda *_: "")
-    calling = [part for group in unfinished.groups for part in group.parts if part.calls]
-    assert bool(calling) == (tail == "carry")
-    resumed = place / f"{tail}-resumed"
+    calls = [call for group in unfinished.groups for part in group.parts for call in part.calls]
+    assert bool(calls) == (tail == "carry")
+    assert all(call.ends_turn == (tool_format == "chat") for call in calls)
+    resumed = place / f"{whole.name}-resumed"
     interrupted_after(1, whole, resumed)
     train(place, steps, *settings, folder=resumed.name)
     assert rows(resumed) == metrics

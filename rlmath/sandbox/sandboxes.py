@@ -315,9 +315,9 @@ class Sandboxes:
     # ---------------------------------------------------------------- the server
 
     def _start_server(self) -> None:
-        """Start a server, and send it the pending calls that are not to be tried later."""
-        self._socket, server_end = socket.socketpair()
-        self._socket.setblocking(False)
+        """Start a server; OSError where the machine has no process or descriptor for it."""
+        own_end, server_end = socket.socketpair()
+        own_end.setblocking(False)
         self._received = FrameBuffer(MOST_MESSAGE_BYTES)
         self._unsent = bytearray()
         self._is_ready = False
@@ -325,21 +325,30 @@ class Sandboxes:
         self._asked_at: float | None = None
         with server_end:
             settings = json.dumps({**self._settings, "socket": server_end.fileno()})
-            self._process = subprocess.Popen(
-                [self._python, "-s", "-P", "-B", "-c", BOOTSTRAP, FOLDER, settings],
-                pass_fds=[server_end.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=ENVIRONMENT,
-                cwd="/",
-                start_new_session=True,
-            )
+            try:
+                self._process = subprocess.Popen(
+                    [self._python, "-s", "-P", "-B", "-c", BOOTSTRAP, FOLDER, settings],
+                    pass_fds=[server_end.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    env=ENVIRONMENT,
+                    cwd="/",
+                    start_new_session=True,
+                )
+            except OSError:
+                own_end.close()
+                raise
+        self._socket = own_end
 
     def _send(self, message: Mapping[str, Any]) -> None:
         if self._failure is not None:
             raise RuntimeError(self._failure)
         if self._socket is None:
-            self._start_server()
+            try:
+                self._start_server()
+            except OSError as error:
+                self._fail_calls(f"the sandboxes' server cannot be started again: {error}")
+                return
         self._unsent += framed(json.dumps(message).encode())
         self._flush()
 
@@ -390,17 +399,20 @@ class Sandboxes:
         self._end_server(0.0)
         code = self._process.returncode
         logger.warning("The sandboxes' server %s (exit status %s)", failure, code)
-        lost = [number for number, pending in self._pending.items() if pending.retry_at is None]
-        done_keys = {key for key, _ in self._done}
         reason = f"the sandboxes' server {failure} (exit status {code})"
-        for number in lost:
-            if self._pending[number].key not in done_keys:
+        self._fail_calls(reason)
+        if not was_ready and not self._pending:
+            self._failure = f"{reason} before it was ready"
+
+    def _fail_calls(self, reason: str) -> None:
+        """Count a failed attempt at every call that the server has."""
+        done_keys = {key for key, _ in self._done}
+        for number, pending in self._pending.items():
+            if pending.retry_at is None and pending.key not in done_keys:
                 outcome = CallResult(
                     "lost", reason, cpu_seconds=0.0, wall_seconds=0.0, queue_seconds=0.0
                 )
                 self._handle_result(number, outcome)
-        if not was_ready and not self._pending:
-            self._failure = f"{reason} before it was ready"
 
     def _end_server(self, seconds: float) -> None:
         """Close the channel and wait so long for the server to end, then kill it."""

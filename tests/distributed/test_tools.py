@@ -12,7 +12,7 @@ from rlmath.data.tool_fences import code_in
 from rlmath.rollout.sampling import Key
 from tests.distributed import tool_cases
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.tool_cases import LATE, SLICES, TOOLS, Called
+from tests.distributed.tool_cases import LATE, SLICES, TOOLS, Called, CalledInChat
 from tests.selection import matrix
 from tests.tool_models import (
     CHAT_END,
@@ -166,8 +166,15 @@ def test_calls_know_nothing_of_each_other_where_each_begins_fresh(alone: Called)
 def test_two_ranks_of_an_engine_stay_in_step(
     ranks: RankPool, script_model: Path, alone: Called
 ) -> None:
-    """Results come when they come; both ranks go on with them at the same steps."""
+    """Results come late, in any order; both ranks go on with them at the same steps."""
     first, second = ranks.run(2, tool_cases.called, script_model, 2)
+    assert_in_step(first, second, alone)
+
+
+def assert_in_step(
+    first: Called | CalledInChat, second: Called | CalledInChat, alone: Called | CalledInChat
+) -> None:
+    """Both ranks have the same completions, those of an engine of one rank; one has their texts."""
     assert tokens_of(first.completions) == tokens_of(second.completions)
     for key, completion in second.completions.items():
         assert completion == replace(first.completions[key], text="")
@@ -187,12 +194,33 @@ def test_the_scored_completion_is_the_one_that_is_returned(alone: Called) -> Non
         assert alone.completions[key] == replace(completion, text=alone.completions[key].text)
 
 
-def test_calls_in_a_chat_end_turns_and_are_answered_together(
-    ranks: RankPool, tmp_path: Path
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_chat_script_model(tmp_path_factory.mktemp("chat"))
+
+
+@pytest.fixture(scope="module")
+def alone_in_chat(ranks: RankPool, chat_model: Path) -> CalledInChat:
+    return ranks.run(1, tool_cases.called_in_chat, chat_model, 1)[0]
+
+
+@pytest.mark.parametrize("number", range(len(SLICES)), ids=map(str, SLICES))
+def test_any_slices_of_a_chat_are_the_whole(alone_in_chat: CalledInChat, number: int) -> None:
+    """Slices end in a call, between two of a turn, before and behind a turn's end."""
+    assert alone_in_chat.sliced[number] == alone_in_chat.completions
+
+
+@matrix
+def test_two_ranks_of_an_engine_stay_in_step_in_a_chat(
+    ranks: RankPool, chat_model: Path, alone_in_chat: CalledInChat
 ) -> None:
+    first, second = ranks.run(2, tool_cases.called_in_chat, chat_model, 2)
+    assert_in_step(first, second, alone_in_chat)
+
+
+def test_calls_in_a_chat_end_turns_and_are_answered_together(alone_in_chat: CalledInChat) -> None:
     """What is given extends the conversation: one end of every turn, which was sampled."""
-    folder = make_chat_script_model(tmp_path / "chat")
-    scored = ranks.run(1, tool_cases.called_in_chat, folder)[0]
+    scored = alone_in_chat.scored
     tokenizer = make_script_tokenizer(CHAT_PIECES, CHAT_END, special=(START,))
     several = 0
     outputs: set[tuple[int, str]] = set()

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
-from rlmath.algorithms.types import Completion, Prompt
+from rlmath.algorithms.partial_rollouts import UnfinishedGroup, UnfinishedGroups
+from rlmath.algorithms.types import Completion, PartialCompletion, Prompt
+from rlmath.checkpoint.unfinished_groups import read_unfinished, write_unfinished
 from rlmath.config.schema import RewardConfig, RolloutConfig, ToolsConfig
 from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.running_completions import Usage
 from rlmath.rollout.sampling import Key, Request
+from rlmath.sandbox.sandboxes import Sandboxes
+from tests.disturbed_sandboxes import DelayedSandboxes, open_light_sandboxes
 from tests.tiny_models import shape_of
-from tests.tool_models import PROMPT, chat_number_of, number_of
+from tests.tool_models import EOS, PROMPT, SIZE, chat_number_of, number_of
 
 ROLLOUT = RolloutConfig(
     group_size=12, max_new_tokens=30, max_num_seqs=8, cpu_kv_cache_gib=0.1, progress_bar=False
@@ -26,10 +31,13 @@ ROLLOUT = RolloutConfig(
 TOOLS = ToolsConfig(format="fence", max_calls=3, max_output_tokens=64, cores=1, sessions=4)
 LONGEST = 4 + 30 + 3 * 80
 LONGEST_CHAT = 4 + 30 + 3 * (64 + 64)
-CHAT_PROMPT = tuple(map(chat_number_of, PROMPT))
 SLICES = (1, 4, 7)
+RESUMED_SLICES = 4
+"""They end in code, behind a call, before its turn's end, and in an answer."""
 LATE = (1, 2)
 """Tokens that an engine samples behind those that it has returned."""
+OpenSandboxes = Callable[[ToolsConfig], Any]
+"""Opens the sandboxes of an engine's leader, or what stands around them."""
 
 
 @dataclass
@@ -57,96 +65,172 @@ class Called:
     """Seconds for which the engine only waited for its calls."""
 
 
-def requests_of(samples: int) -> list[Request]:
-    tokens = tuple(map(number_of, PROMPT))
+class ScriptedEngine:
+    """An engine over all ranks whose model follows a script, and what it samples with tools."""
+
+    def __init__(self, folder: Path, engine_size: int, tools: ToolsConfig = TOOLS) -> None:
+        """`tools` are of the form in which the script of the folder's model calls."""
+        from rlmath.data.chat import ChatSettings
+        from rlmath.data.tokenizer import load_tokenizer
+        from rlmath.data.tool_chats import PYTHON
+        from rlmath.rollout.engine import Engine
+        from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
+
+        in_chat = tools.format == "chat"
+        device = open_device("cpu")
+        init_process_group(device, 120.0)
+        self.tools = tools
+        self.mesh = Mesh(
+            dist.get_rank(), dist.get_world_size(), 1, pipeline=1, engine_size=engine_size
+        )
+        self.engine = Engine(
+            str(folder),
+            ROLLOUT,
+            LONGEST_CHAT if in_chat else LONGEST,
+            mesh=self.mesh,
+            device=device,
+            weight_shapes=engine_shapes(shape_of(folder), engine_size),
+            load_weights=True,
+        )
+        self.engine.version = 5
+        chat = ChatSettings(tool=PYTHON) if in_chat else ChatSettings()
+        self.tokenizer = load_tokenizer(str(folder), settings=chat)
+        self.prompt = tuple(map(chat_number_of if in_chat else number_of, PROMPT))
+        self.scored: dict[Key, Completion] = {}
+        """Completions as they were scored last, on the leader alone."""
+        self.usage = Usage()
+        """What the engine did for its last completions."""
+
+    def sample(
+        self,
+        samples: int,
+        opens: OpenSandboxes = open_light_sandboxes,
+        *,
+        settings: ToolsConfig | None = None,
+        slice_tokens: int | None = None,
+        resumes: bool = False,
+    ) -> dict[Key, Completion]:
+        """Completions of the script's prompt, whole or in slices of so many sampled tokens.
+
+        `opens` opens the leader's sandboxes. With `resumes` a slice begins as in another process:
+        from a checkpoint, with new sandboxes."""
+        settings = settings or self.tools
+        finished: dict[Key, Completion] = {}
+        requests = [
+            Request((0, g), self.prompt, seed=1000 + g, min_new_tokens=0, max_new_tokens=30)
+            for g in range(samples)
+        ]
+        self._open_tools(settings, opens)
+        while requests:
+            slices = [replace(request, slice_tokens=slice_tokens) for request in requests]
+            requests = []
+            for ended in self._ended(slices):
+                if isinstance(ended.completion, Completion):
+                    finished[ended.request.key] = ended.completion
+                else:
+                    requests.append(ended.request)
+            if resumes and requests:
+                requests = from_checkpoint(requests)
+                self._close_tools()
+                self._open_tools(settings, opens)
+        self._close_tools()
+        return dict(sorted(finished.items()))
+
+    def sample_sliced(
+        self, samples: int, opens: OpenSandboxes = open_light_sandboxes
+    ) -> list[dict[Key, Completion]]:
+        """The completions in slices, by SLICES; those of RESUMED_SLICES are resumed."""
+        return [
+            self.sample(samples, opens, slice_tokens=tokens, resumes=tokens == RESUMED_SLICES)
+            for tokens in SLICES
+        ]
+
+    def _ended(self, requests: list[Request]) -> Iterator[Any]:
+        """The completions at their end or at that of their slice, which has its tokens."""
+
+        def score(request: Request, completion: Completion) -> None:
+            self.scored[request.key] = completion
+
+        tokenizer = self.tokenizer if self.mesh.is_engine_leader else None
+        asked = {request.key: request for request in requests}
+        running = self.engine.running_completions(2, tokenizer, score)
+        self.usage = running.usage
+        for ended in running.sample(requests):
+            request = asked[ended.request.key]
+            new_tokens = ended.completion.n_sampled - request.so_far.n_sampled
+            if not isinstance(ended.completion, Completion):
+                assert new_tokens == request.slice_tokens
+            else:
+                assert request.slice_tokens is None or new_tokens <= request.slice_tokens
+            yield ended
+
+    def _open_tools(self, settings: ToolsConfig, opens: OpenSandboxes) -> None:
+        """Open the engine's tools as a run does."""
+        from rlmath.rollout import engine_tools
+
+        with mock.patch.object(engine_tools, "open_sandboxes", opens):
+            self.engine.tools = engine_tools.open_tools(
+                settings,
+                self.tokenizer,
+                self.mesh,
+                continues_noise=self.engine.continues_noise,
+                stop_token_ids=(EOS,),
+            )
+
+    def _close_tools(self) -> None:
+        assert self.engine.tools is not None
+        self.engine.tools.close()
+        self.engine.on_step = lambda: None
+
+    def open_killed_sandboxes(self, settings: ToolsConfig) -> Sandboxes:
+        """Sandboxes whose server is killed whenever it has a call."""
+        sandboxes = open_light_sandboxes(settings)
+        self.engine.on_step = killer(sandboxes)
+        return sandboxes
+
+
+def from_checkpoint(requests: list[Request]) -> list[Request]:
+    """The requests with what a checkpoint says of their completions."""
+    group = UnfinishedGroup(0, 2, tuple(request.so_far for request in requests))
+    content = write_unfinished(UnfinishedGroups([group], next_draw=1))
+    (read,) = read_unfinished(content, len(requests), SIZE, lambda *_: "").groups
     return [
-        Request((0, g), tokens, seed=1000 + g, min_new_tokens=0, max_new_tokens=30)
-        for g in range(samples)
+        replace(request, so_far=part)
+        for request, part in zip(requests, read.samples, strict=True)
+        if isinstance(part, PartialCompletion)
     ]
 
 
 def called(folder: Path, engine_size: int) -> Called:
-    """All that an engine over all ranks samples with tools."""
-    from rlmath.data.tokenizer import load_tokenizer
-    from rlmath.data.tool_formats import open_format
-    from rlmath.rollout.called_completions import CalledCompletions, open_sandboxes
-    from rlmath.rollout.engine import Engine
-    from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
-    from rlmath.rollout.work_queue import share_in_engine
+    """All that an engine over all ranks samples with tools.
 
-    device = open_device("cpu")
-    init_process_group(device, 120.0)
-    mesh = Mesh(dist.get_rank(), dist.get_world_size(), 1, pipeline=1, engine_size=engine_size)
-    shapes = engine_shapes(shape_of(folder), engine_size)
-    engine = Engine(
-        str(folder),
-        ROLLOUT,
-        LONGEST,
-        mesh=mesh,
-        device=device,
-        weight_shapes=shapes,
-        load_weights=True,
-    )
-    engine.version = 5
-    tokenizer = load_tokenizer(str(folder))
-    scored: dict[Key, Completion] = {}
-    usages: list[Usage] = []
-    """One for every call of `sample`."""
+    Calls of several ranks have their results late."""
+    from rlmath.rollout.called_completions import open_sandboxes
 
-    def score(request: Request, completion: Completion) -> None:
-        scored[request.key] = completion
-
-    def sample(
-        samples: int,
-        settings: ToolsConfig = TOOLS,
-        kills: bool = False,
-        slice_tokens: int | None = None,
-    ) -> dict:
-        sandboxes = open_sandboxes(settings) if mesh.is_engine_leader else None
-        share = share_in_engine if engine_size > 1 else None
-        tool_format = open_format(tokenizer, settings)
-        engine.tools = CalledCompletions(settings, tool_format, sandboxes, share=share)
-        engine.on_step = killer(sandboxes) if kills and sandboxes else lambda: None
-        own_tokenizer = tokenizer if mesh.is_engine_leader else None
-        running = engine.running_completions(2, own_tokenizer, score)
-        usages.append(running.usage)
-        requests = requests_of(samples)
-        finished = {}
-        while requests:
-            slices = [replace(request, slice_tokens=slice_tokens) for request in requests]
-            before = {request.key: request.so_far.n_sampled for request in requests}
-            requests = []
-            for ended in running.sample(slices):
-                new_tokens = ended.completion.n_sampled - before[ended.request.key]
-                if isinstance(ended.completion, Completion):
-                    assert slice_tokens is None or new_tokens <= slice_tokens
-                    finished[ended.request.key] = ended.completion
-                else:
-                    assert new_tokens == slice_tokens
-                    requests.append(ended.request)
-        if sandboxes is not None:
-            sandboxes.close()
-        return dict(sorted(finished.items()))
-
-    first = sample(1)[0, 0]
-    completions = sample(ROLLOUT.group_size)
-    whole = dict(scored)
-    prompt = tuple(map(number_of, PROMPT))
-    scores = engine.score([(*prompt, *c.token_ids) for c in completions.values()])
+    engine = ScriptedEngine(folder, engine_size)
+    several = engine_size > 1
+    samples = ROLLOUT.group_size
+    first = engine.sample(1)[0, 0]
+    waiting_seconds = engine.usage.waiting_seconds
+    completions = engine.sample(samples, open_late_sandboxes if several else open_sandboxes)
+    whole = dict(engine.scored)
+    scores = engine.engine.score([(*engine.prompt, *c.token_ids) for c in completions.values()])
     again = {
-        key: logprobs[len(prompt) - 1 :] for key, logprobs in zip(completions, scores, strict=True)
+        key: logprobs[len(engine.prompt) - 1 :]
+        for key, logprobs in zip(completions, scores, strict=True)
     }
     late = []
-    get_output = engine._llm.llm_engine.engine_core.get_output
-    for tokens in LATE if engine_size == 1 else ():
-        engine._llm.llm_engine.engine_core.get_output = delayed(get_output, tokens)
-        late.append(sample(ROLLOUT.group_size))
-    engine._llm.llm_engine.engine_core.get_output = get_output
-    sliced = [sample(ROLLOUT.group_size, slice_tokens=tokens) for tokens in SLICES]
-    fresh = sample(ROLLOUT.group_size, replace(TOOLS, state="fresh"))
-    lost = sample(2, kills=True) if engine_size == 1 else {}
-    refusal = rollout_error(engine, mesh, tokenizer) if engine_size == 1 else ""
-    engine.close()
+    core = engine.engine._llm.llm_engine.engine_core
+    get_output = core.get_output
+    for tokens in () if several else LATE:
+        core.get_output = delayed(get_output, tokens)
+        late.append(engine.sample(samples))
+    core.get_output = get_output
+    sliced = engine.sample_sliced(samples, open_late_sandboxes if several else open_light_sandboxes)
+    fresh = engine.sample(samples, settings=replace(TOOLS, state="fresh"))
+    lost = {} if several else engine.sample(2, engine.open_killed_sandboxes)
+    refusal = "" if several else rollout_error(engine.engine, engine.mesh, engine.tokenizer)
+    engine.engine.close()
     return Called(
         completions,
         whole,
@@ -157,48 +241,34 @@ def called(folder: Path, engine_size: int) -> Called:
         lost=lost,
         refusal=refusal,
         first=first,
-        waiting_seconds=usages[0].waiting_seconds,
+        waiting_seconds=waiting_seconds,
     )
 
 
-def called_in_chat(folder: Path) -> dict[Key, Completion]:
-    """Scored completions of an engine with tools in the form of the model's chat template."""
-    from rlmath.data.chat import ChatSettings
-    from rlmath.data.tokenizer import load_tokenizer
-    from rlmath.data.tool_chats import PYTHON
-    from rlmath.data.tool_formats import open_format
-    from rlmath.rollout.called_completions import CalledCompletions, open_sandboxes
-    from rlmath.rollout.engine import Engine
-    from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
+@dataclass
+class CalledInChat:
+    """What an engine samples in a chat, by the keys of the requests."""
 
-    device = open_device("cpu")
-    init_process_group(device, 120.0)
-    mesh = Mesh(0, 1, 1, pipeline=1, engine_size=1)
-    engine = Engine(
-        str(folder),
-        ROLLOUT,
-        LONGEST_CHAT,
-        mesh=mesh,
-        device=device,
-        weight_shapes=engine_shapes(shape_of(folder), 1),
-        load_weights=True,
-    )
-    tokenizer = load_tokenizer(str(folder), settings=ChatSettings(tool=PYTHON))
-    tools = replace(TOOLS, format="chat")
-    sandboxes = open_sandboxes(tools)
-    engine.tools = CalledCompletions(tools, open_format(tokenizer, tools), sandboxes)
-    scored: dict[Key, Completion] = {}
+    completions: dict[Key, Completion]
+    scored: dict[Key, Completion]
+    """Completions as they are scored, on the leader alone."""
+    sliced: list[dict[Key, Completion]]
+    """The same completions in slices of so many sampled tokens, by SLICES."""
 
-    def score(request: Request, completion: Completion) -> None:
-        scored[request.key] = completion
 
-    running = engine.running_completions(2, tokenizer, score)
-    requests = [replace(request, token_ids=CHAT_PROMPT) for request in requests_of(24)]
-    ended = list(running.sample(requests))
-    sandboxes.close()
-    engine.close()
-    assert {ending.request.key for ending in ended} == set(scored)
-    return scored
+def called_in_chat(folder: Path, engine_size: int) -> CalledInChat:
+    """What an engine over all ranks samples with tools in the form of the model's template."""
+    engine = ScriptedEngine(folder, engine_size, replace(TOOLS, format="chat"))
+    opens = open_late_sandboxes if engine_size > 1 else open_light_sandboxes
+    completions = engine.sample(24, opens)
+    scored = dict(engine.scored)
+    sliced = engine.sample_sliced(24, opens)
+    engine.engine.close()
+    return CalledInChat(completions, scored, sliced)
+
+
+def open_late_sandboxes(settings: ToolsConfig) -> DelayedSandboxes:
+    return DelayedSandboxes(open_light_sandboxes(settings), seed=3)
 
 
 def rollout_error(engine: Any, mesh: Mesh, tokenizer: Any) -> str:

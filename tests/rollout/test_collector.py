@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from rlmath.algorithms.dynamic_sampling import Selection, choose_all
 from rlmath.algorithms.types import (
     Completion,
     PartialCompletion,
@@ -15,8 +16,10 @@ from rlmath.algorithms.types import (
     ScoredCompletion,
     ScoredGroup,
     Segment,
+    scored_group,
 )
-from rlmath.config.schema import RewardConfig, RolloutConfig
+from rlmath.config.schema import Config, RewardConfig, RolloutConfig, ToolsConfig
+from rlmath.data.tool_formats import open_format
 from rlmath.distributed.mesh import Mesh
 from rlmath.rewards.reward_manager import (
     UNSCORED,
@@ -25,6 +28,7 @@ from rlmath.rewards.reward_manager import (
     open_reward_workers,
     open_scorer,
 )
+from rlmath.rollout.called_completions import CalledCompletions
 from rlmath.rollout.collector import CollectGroups, Collector, Work
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.sampling import (
@@ -34,7 +38,11 @@ from rlmath.rollout.sampling import (
     group_requests,
     request_seed,
 )
+from rlmath.trainer.rollouts.synchronous import selection_rules
+from rlmath.trainer.tool_metrics import tool_metrics
+from rlmath.trainer.void_turns import void_rule
 from rlmath.workers.hooks import Hook
+from tests.disturbed_sandboxes import LosingSandboxes, open_light_sandboxes
 from tests.reward_by_hash import hash_of
 from tests.rollout.scripted_vllm import (
     PROMPT_IDS,
@@ -207,3 +215,74 @@ def test_a_function_of_groups_is_not_given_what_is_lost(
     solutions = PROMPTS[0].solutions
     assert scored.rewards == pytest.approx([hash_of("a", solutions), -1.0, hash_of("c", solutions)])
     assert unscored == none
+
+
+TOOLS = ToolsConfig(format="fence")
+FORMAT = open_format(TOKENIZER, TOOLS)
+CALL = "```python\n1\n```"
+CALL_IDS = TOKENIZER(CALL, add_special_tokens=False)["input_ids"]
+OUTPUT_TOKENS = len(FORMAT.outputs(CALL_IDS, FORMAT.calls_in(CALL_IDS), ["1\n"]).token_ids)
+
+
+def calls_of(seed: int) -> int:
+    """The calls of the completion of a seed."""
+    return seed % 3
+
+
+def calling_script(seed: int) -> list[int]:
+    """Calls, with places for their outputs, and an answer."""
+    answer = tokens_of("so \\boxed{1}")
+    return [*(CALL_IDS + [0] * OUTPUT_TOKENS) * calls_of(seed), *answer]
+
+
+def test_lost_and_calling_completions_are_counted_where_a_user_looks(
+    monkeypatch: pytest.MonkeyPatch, verifier: RewardWorkers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All first calls have a result, at the end of a slice; then a second call is lost.
+
+    The console tells it beside those that called in the same round; the metrics count all."""
+    engine, _ = scripted_engine(
+        monkeypatch, calling_script, MESH, settings=SETTINGS, shapes={"norm.weight": (3, 1)}
+    )
+    losing: set[str] = set()
+    sandboxes = LosingSandboxes(open_light_sandboxes(TOOLS), losing)
+    engine.tools = CalledCompletions(TOOLS, FORMAT, sandboxes)  # type: ignore[arg-type]
+    collector = collector_of(engine, RewardConfig(), verifier)
+    sampling = replace(SAMPLING, samples=5, max_new_tokens=99)
+    rows = [
+        [Work(prompt, replace(request, slice_tokens=len(CALL_IDS))) for request in requests]
+        for prompt, requests in zip(PROMPTS, group_requests(PROMPTS, sampling, SEED), strict=True)
+    ]
+    begun, _ = collector.sample(rows, 99, step=2, title="")
+    parts = {key: part for key, part in begun.items() if isinstance(part, PartialCompletion)}
+    seeds = {work.request.key: work.request.seed for row in rows for work in row}
+    twice = [key for key in parts if calls_of(seeds[key]) == 2]
+    assert parts.keys() == {key for key, seed in seeds.items() if calls_of(seed)}
+    assert "lost" not in caplog.text
+    lost_row, lost_sample = twice[0]
+    losing.add(f"{lost_row}/{lost_sample}")
+    further = [
+        [
+            Work(work.prompt, replace(work.request, so_far=parts[key], slice_tokens=None))
+            for work in row
+            if (key := work.request.key) in parts
+        ]
+        for row in rows
+    ]
+    ended, _ = collector.sample(further, 99, step=3, title="")
+    sandboxes.close()
+    assert f"1 of {len(twice)} completions with calls are lost" in caplog.text
+    assert "killed from outside" in caplog.text and "They leave their groups" in caplog.text
+    whole = begun | ended
+    groups = [
+        scored_group(prompt, [whole[row, g] for g in range(5)])  # type: ignore[misc]
+        for row, prompt in enumerate(PROMPTS)
+    ]
+    config = Config(tools=TOOLS)
+    selection = Selection(groups, choose_all(groups, selection_rules(config)), len(groups))
+    metrics = tool_metrics(selection, void_rule(config), TOOLS)
+    assert metrics["tools/completions_with_calls"] == len(parts) / len(seeds)
+    assert metrics["tools/lost_completions"] == 1
+    assert metrics["tools/status/lost"] == 1 / (len(parts) + len(twice))
+    kept = [g for g in range(5) if g != lost_sample]
+    assert list(selection.chosen[lost_row].samples) == kept

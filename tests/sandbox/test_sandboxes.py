@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -442,6 +443,47 @@ def test_a_server_that_dies_on_a_call_every_time_is_reported_as_lost() -> None:
         assert outcome.is_infrastructure_fault and not outcome.kept and "has ended" in outcome.text
         assert len(servers) == ATTEMPTS
         assert call(sandboxes, "b", "1").text == "1\n"
+
+
+def test_a_result_counts_though_the_server_ends_behind_it() -> None:
+    """The last attempt, in which a lost server would mean a lost call."""
+    with make(cores=1) as sandboxes:
+        sandboxes.submit("a", "import time; time.sleep(0.5); 6 * 7", seed=1)
+        servers = [sandboxes.server_pid]
+
+        def is_replaced() -> bool:
+            assert sandboxes.poll() == []
+            return sandboxes.fileno() >= 0 and sandboxes.server_pid not in servers
+
+        while len(servers) < ATTEMPTS:
+            server_of(sandboxes).kill()
+            wait_for(is_replaced, 20.0)
+            servers.append(sandboxes.server_pid)
+        sandboxes.await_ready()
+        select.select([sandboxes], [], [])
+        server = server_of(sandboxes)
+        server.kill()
+        wait_for(lambda: server.status() == psutil.STATUS_ZOMBIE, 20.0)
+        assert [outcome.text for _, outcome in sandboxes.wait()] == ["42\n"]
+        assert sandboxes.pending == 0 and sandboxes.poll() == []
+
+
+def test_a_server_that_cannot_be_started_again_fails_calls_and_no_more(tmp_path: Path) -> None:
+    """The machine has no process or descriptor for it, until it has some again."""
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n', encoding="utf-8")
+    program.chmod(0o755)
+    with make(python=str(program)) as sandboxes:
+        first = call(sandboxes, "a", "x = 5")
+        descriptors = len(os.listdir("/proc/self/fd"))
+        program.rename(tmp_path / "away")
+        server_of(sandboxes).kill()
+        outcome = call(sandboxes, "b", "1")
+        assert outcome.status == "lost" and "server cannot be started again" in outcome.text
+        sandboxes.release("b")
+        assert len(os.listdir("/proc/self/fd")) == descriptors - 1
+        (tmp_path / "away").rename(program)
+        assert call(sandboxes, "a", "x", [first.as_past_call("x = 5")]).text == "5\n"
 
 
 def running_sandbox(sandboxes: Sandboxes) -> psutil.Process:
