@@ -26,7 +26,9 @@ SHARE = 4
 
 
 def differences(model: torch.nn.Module, group: ScoredGroup) -> torch.Tensor:
-    """Between the log-probs of the group's tokens by the engine and by `model` (nats, absolute)."""
+    """Between the log-probs of the group's sampled tokens by the engine and by `model`.
+
+    In nats, absolute; outputs of tools are not sampled."""
     prompt = group.prompt.token_ids
     rows = [torch.tensor([*prompt, *completion.token_ids]) for completion in group.completions]
     with torch.no_grad():  # what is padded comes behind all that is looked at
@@ -38,9 +40,11 @@ def differences(model: torch.nn.Module, group: ScoredGroup) -> torch.Tensor:
     differences_of_completions = []
     for row, completion in zip(logprobs, group.completions, strict=True):
         ids = torch.tensor(completion.token_ids)
-        differences_of_completions.append(
-            row[: len(ids)].gather(1, ids[:, None])[:, 0] - torch.tensor(completion.logprobs)
+        is_sampled = torch.tensor(completion.sampled or [True] * len(ids))
+        differences_of_tokens = row[: len(ids)].gather(1, ids[:, None])[:, 0] - torch.tensor(
+            completion.logprobs
         )
+        differences_of_completions.append(differences_of_tokens[is_sampled])
     return torch.cat(differences_of_completions).abs()
 
 
