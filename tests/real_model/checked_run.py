@@ -1,8 +1,8 @@
 """launch/train_grpo.py with a comparison of log-probs at every step.
 
 The engines' log-probs of the sampled tokens are compared with those that transformers finds, in
-float64, on the model as it is exported before the step: one line of `compared.jsonl` in the run's
-folder for each step."""
+float64, on the model as it is exported before the step, in float32: one line of `compared.jsonl` in
+the run's folder for each step."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from rlmath.run.startup import Program, prepare_grpo, start
 
 SHARE = 4
 """One of so many groups is compared."""
+WHOLE = "save.export_dtype=float32"
+"""Rounded to the bfloat16 of the model that the run began with, an export is not what sampled."""
 
 
 def differences(model: torch.nn.Module, group: ScoredGroup) -> torch.Tensor:
@@ -81,7 +83,7 @@ if __name__ == "__main__":
     command_line = read_command_line(__doc__, None)
     sys.exit(
         start(
-            lambda: load_config(command_line.config, command_line.overrides),
+            lambda: load_config(command_line.config, [*command_line.overrides, WHOLE]),
             prepare_grpo,
             checked_program,
         )

@@ -1,12 +1,13 @@
 """A real chat model calls Python in its chat: supervised training, GRPO, validation and evaluation.
 
-SmolLM2's own chat template has no tools; here it has one of Qwen2.5's kind, in which it learns from a
-few worked conversations to let Python multiply."""
+SmolLM2's own chat template has no tools; here it has one of Qwen2.5's kind, in which 48 worked
+conversations teach it to let Python multiply."""
 
 from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from tests.real_model.test_real_model import BOXED, MEAN_APART, MOST_APART
 pytestmark = [pytest.mark.full, pytest.mark.distributed, pytest.mark.timeout(1800)]
 
 STEPS = 2
+PROMPTS = 8
+GROUP = 2
 HELD_OUT = 24
 """Problems of validation and evaluation."""
 
@@ -64,8 +67,8 @@ def write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
 def trained(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """GRPO with the tool after supervised training on calls, compared with transformers."""
     folder = tmp_path_factory.mktemp("real_tools")
-    write_rows(folder / "worked.jsonl", [conversation(*pair) for pair in products(0, 96)])
-    write_rows(folder / "train.jsonl", [problem(*pair) for pair in products(1, 64)])
+    write_rows(folder / "worked.jsonl", [conversation(*pair) for pair in products(0, 48)])
+    write_rows(folder / "train.jsonl", [problem(*pair) for pair in products(1, STEPS * PROMPTS)])
     write_rows(folder / "products.jsonl", [problem(*pair) for pair in products(2, HELD_OUT)])
     (folder / "tools.jinja").write_text(TOOL_CHATS["qwen2.5"], encoding="utf-8")
     common = {"policy": {"max_tokens_per_microbatch": 1024}, "save": {"ckpt_freq_secs": None}}
@@ -87,18 +90,18 @@ def trained(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
         model={"path": folder / "sft" / "hf_model"},
         data={
             "train_path": folder / "train.jsonl",
-            "prompts_per_step": 8,
+            "prompts_per_step": PROMPTS,
             "max_prompt_tokens": 256,
         },
         optimizer={"lr": 1e-5, "warmup_steps": 1},
-        rollout={"group_size": 4, "max_new_tokens": 96},
+        rollout={"group_size": GROUP, "max_new_tokens": 96},
         tools={"format": "chat", "max_calls": 2, "max_output_tokens": 64},
         validation={
             "every_steps": STEPS,
             "paths": [str(folder / "products.jsonl")],
             "temperature": 0,
         },
-        telemetry={"sample_groups_per_step": 8},
+        telemetry={"sample_groups_per_step": PROMPTS},
         **common,
     )
     (folder / "grpo.yaml").write_text(config_as_yaml(grpo))
@@ -109,13 +112,16 @@ def trained(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_it_calls_python_and_answers_with_what_was_printed(trained: Run) -> None:
     completions = trained.samples()
-    assert len(completions) == STEPS * 8 * 4
+    assert len(completions) == STEPS * PROMPTS * GROUP
     for completion in completions:
-        calls = completion.get("calls", [])
         assert DESCRIPTION in completion["prompt"]
-        assert all(json.dumps(call["code"]) in completion["text"] for call in calls)
+        factors = re.findall(r"print\((\d+) \* (\d+)\)", completion["text"])
+        printed = [call["output"] for call in completion.get("calls", ())]
+        assert printed == [
+            f"{int(first) * int(second)}\n" for first, second in factors[: len(printed)]
+        ]
         if completion["correct"]:
-            assert f"\\boxed{{{calls[-1]['output'].strip()}}}" in completion["text"]
+            assert f"\\boxed{{{printed[-1].strip()}}}" in completion["text"]
     assert sum(completion["correct"] for completion in completions) > len(completions) / 2
     assert min(row["tools/calls_per_completion"] for row in trained.metrics()) > 0.8
 
