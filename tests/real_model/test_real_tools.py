@@ -1,7 +1,7 @@
 """A real chat model calls Python in its chat: supervised training, GRPO, validation and evaluation.
 
 SmolLM2's own chat template has no tools; here it has one of Qwen2.5's kind, in which 48 worked
-conversations teach it to let Python multiply."""
+conversations teach it to let Python compute."""
 
 from __future__ import annotations
 
@@ -32,31 +32,35 @@ HELD_OUT = 24
 """Problems of validation and evaluation."""
 
 
-def products(seed: int, count: int) -> list[tuple[int, int]]:
-    """Pairs of factors, whose products no model of this size knows."""
+def remainders(seed: int, count: int) -> list[tuple[int, int, int]]:
+    """Two factors and a divisor, whose remainder no model of this size knows."""
     draw = random.Random(seed)
-    return [(draw.randint(120, 980), draw.randint(12, 98)) for _ in range(count)]
+    return [
+        (draw.randint(120, 980), draw.randint(12, 98), draw.randint(60, 98)) for _ in range(count)
+    ]
 
 
-def question(first: int, second: int) -> str:
-    return f"What is {first} * {second}?"
+def question(first: int, second: int, divisor: int) -> str:
+    return f"What is the remainder of {first} * {second} divided by {divisor}?"
 
 
-def conversation(first: int, second: int) -> dict[str, Any]:
+def conversation(first: int, second: int, divisor: int) -> dict[str, Any]:
     """A worked conversation: the call, its output, and the answer."""
-    arguments = {"code": f"print({first} * {second})"}
+    remainder = first * second % divisor
+    arguments = {"code": f"print({first} * {second} % {divisor})"}
     call = {"type": "function", "function": {"name": "python", "arguments": arguments}}
     messages = [
-        user(question(first, second) + BOXED),
+        user(question(first, second, divisor) + BOXED),
         {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": f"{first * second}\n"},
-        assistant(f"\\boxed{{{first * second}}}"),
+        {"role": "tool", "content": f"{remainder}\n"},
+        assistant(f"\\boxed{{{remainder}}}"),
     ]
     return {"messages": messages, "tools": [PYTHON]}
 
 
-def problem(first: int, second: int) -> dict[str, str]:
-    return {"question": question(first, second), "answer": str(first * second)}
+def problem(first: int, second: int, divisor: int) -> dict[str, str]:
+    remainder = first * second % divisor
+    return {"question": question(first, second, divisor), "answer": str(remainder)}
 
 
 def write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
@@ -67,9 +71,13 @@ def write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
 def trained(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """GRPO with the tool after supervised training on calls, compared with transformers."""
     folder = tmp_path_factory.mktemp("real_tools")
-    write_rows(folder / "worked.jsonl", [conversation(*pair) for pair in products(0, 48)])
-    write_rows(folder / "train.jsonl", [problem(*pair) for pair in products(1, STEPS * PROMPTS)])
-    write_rows(folder / "products.jsonl", [problem(*pair) for pair in products(2, HELD_OUT)])
+    write_rows(folder / "worked.jsonl", [conversation(*numbers) for numbers in remainders(0, 48)])
+    write_rows(
+        folder / "train.jsonl", [problem(*numbers) for numbers in remainders(1, STEPS * PROMPTS)]
+    )
+    write_rows(
+        folder / "remainders.jsonl", [problem(*numbers) for numbers in remainders(2, HELD_OUT)]
+    )
     (folder / "tools.jinja").write_text(TOOL_CHATS["qwen2.5"], encoding="utf-8")
     common = {"policy": {"max_tokens_per_microbatch": 1024}, "save": {"ckpt_freq_secs": None}}
     supervised = load_config(
@@ -98,7 +106,7 @@ def trained(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
         tools={"format": "chat", "max_calls": 2, "max_output_tokens": 64},
         validation={
             "every_steps": STEPS,
-            "paths": [str(folder / "products.jsonl")],
+            "paths": [str(folder / "remainders.jsonl")],
             "temperature": 0,
         },
         telemetry={"sample_groups_per_step": PROMPTS},
@@ -115,12 +123,11 @@ def test_it_calls_python_and_answers_with_what_was_printed(trained: Run) -> None
     assert len(completions) == STEPS * PROMPTS * GROUP
     for completion in completions:
         assert DESCRIPTION in completion["prompt"]
-        factors = re.findall(r"print\((\d+) \* (\d+)\)", completion["text"])
+        called = re.findall(r"print\((\d+) \* (\d+) % (\d+)\)", completion["text"])
         printed = [call["output"] for call in completion.get("calls", ())]
-        assert printed == [
-            f"{int(first) * int(second)}\n" for first, second in factors[: len(printed)]
-        ]
-        if completion["correct"]:
+        remainders_called = [int(a) * int(b) % int(divisor) for a, b, divisor in called]
+        assert printed == [f"{remainder}\n" for remainder in remainders_called[: len(printed)]]
+        if completion["correct"] and printed:
             assert f"\\boxed{{{printed[-1].strip()}}}" in completion["text"]
     assert sum(completion["correct"] for completion in completions) > len(completions) / 2
     assert min(row["tools/calls_per_completion"] for row in trained.metrics()) > 0.8
@@ -144,8 +151,8 @@ def test_it_is_right_with_the_tool_and_wrong_without(trained: Run) -> None:
     accuracies = {}
     for tools in ("chat", "none"):
         output = folder / f"eval-{tools}"
-        words = f"-m rlmath.cli.main eval --benchmarks products --samples 0 --tools {tools}"
+        words = f"-m rlmath.cli.main eval --benchmarks remainders --samples 0 --tools {tools}"
         folders = f"--model {trained.folder} --data-dir {folder} --output {output}"
         run(*words.split(), *folders.split())
-        accuracies[tools] = read_results(output).accuracies["products"][GREEDY].mean
+        accuracies[tools] = read_results(output).accuracies["remainders"][GREEDY].mean
     assert accuracies["chat"] == pytest.approx(after) and accuracies["none"] < 0.2
