@@ -103,6 +103,7 @@ def trained(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
         },
         optimizer={"lr": 1e-5, "warmup_steps": 1},
         rollout={"group_size": GROUP, "max_new_tokens": 96},
+        algorithm={"entropy_coef": 0.01},  # an update, though all of a step may be right
         tools={"format": "chat", "max_calls": 2, "max_output_tokens": 64},
         validation={
             "every_steps": STEPS,
