@@ -101,7 +101,7 @@ def trained(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
             "prompts_per_step": PROMPTS,
             "max_prompt_tokens": 256,
         },
-        optimizer={"lr": 1e-5, "warmup_steps": 1},
+        optimizer={"lr": 3e-6, "warmup_steps": 1},
         rollout={"group_size": GROUP, "max_new_tokens": 96},
         algorithm={"entropy_coef": 0.01},  # an update, though all of a step may be right
         tools={"format": "chat", "max_calls": 2, "max_output_tokens": 64},
@@ -131,7 +131,7 @@ def test_it_calls_python_and_answers_with_what_was_printed(trained: Run) -> None
         if completion["correct"] and printed:
             assert f"\\boxed{{{printed[-1].strip()}}}" in completion["text"]
     assert sum(completion["correct"] for completion in completions) > len(completions) / 2
-    assert min(row["tools/calls_per_completion"] for row in trained.metrics()) > 0.8
+    assert min(row["tools/calls_per_completion"] for row in trained.metrics()) > 0.5
 
 
 def test_log_probs_are_those_of_transformers_also_behind_outputs(trained: Run) -> None:
