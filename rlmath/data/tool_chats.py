@@ -129,7 +129,7 @@ def mistral_calls(turn: str, opened: str) -> list[SampledCall]:
         return [_call_of(value, "arguments") for value in values]
     calls = []
     pattern = re.compile(
-        r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\](?P<call_id>\w+)\s*)?\[ARGS\]", re.ASCII
+        r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*(?P<call_id>\w+)\s*)?\[ARGS\]", re.ASCII
     )
     separator = re.compile(r"\s*\[TOOL_CALLS\]")
     while True:
@@ -424,9 +424,9 @@ class _Trial:
             position = text.find(_CODES[0], len(self._prompt))
             if position < 0 and is_asked_as_text:
                 continue  # it leaves calls out, and asks for them in the answer's text
+            self._require_prefix(self._prompt, text)
             if position < 0:
                 raise ValueError("leaves the assistant's calls out")
-            self._require_prefix(self._prompt, text)
             turn = self._turn_text(text, len(self._prompt), _CODES[0])
             for form in FORMS:
                 codes = [call.code for call in calls_in_turn(turn, form, self._opened)]
@@ -478,7 +478,8 @@ class _Trial:
         earlier, later = _different_texts(before, text)
         raise ValueError(
             f"changes what stands before a call: {earlier!r} becomes {later!r} (thinking that is "
-            "taken out, or enable_thinking=false), and what is sampled cannot be written again"
+            "taken out, enable_thinking=false, or a system prompt that the last question alone has), "
+            "and what is sampled cannot be written again"
         )
 
     def _require_appends(self, frame: CallFrame, thought: str) -> None:

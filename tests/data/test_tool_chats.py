@@ -6,6 +6,7 @@ import json
 from functools import cache
 
 import pytest
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from rlmath.algorithms.types import Completion, Prompt, ToolCall
@@ -29,6 +30,7 @@ from rlmath.data.tool_outputs import OutputTokens, SampledCall, ShownOutputs
 from tests.data.test_tool_fences import trained
 from tests.data.tool_chat_templates import (
     TOOL_CHATS,
+    TOOL_MARKS,
     byte_tokenizer,
     with_tool,
 )
@@ -38,18 +40,26 @@ MOST = 64
 CHAT = ToolsConfig(format="chat")
 PAIRS = [
     *(("bytes", name) for name in ("qwen2.5", "qwen3", "qwen3-thinking", "smollm3", "llama3")),
-    *(("bytes", name) for name in ("mistral", "mistral-args")),
+    *(("bytes", name) for name in ("mistral", "mistral-args", "mistral-spaces", "mistral-ids")),
+    ("bytes", "smollm3-off"),
+    *(("llama2", name) for name in ("mistral-spaces", "mistral-ids")),
     *((kind, name) for kind in ("bpe", "whole", "llama2") for name in ("qwen2.5", "llama3")),
 ]
 """Tokenizers and templates that go together."""
 every_pair = pytest.mark.parametrize(("kind", "name"), PAIRS, ids=map("-".join, PAIRS))
 SINGLE = ("llama3",)
 """Templates that take one call of a turn."""
+LISTS = ("mistral", "mistral-spaces")
+"""Templates that write calls as a list."""
 
 
 @cache
 def chat(kind: str, name: str) -> ChatFormat:
-    tokenizer = byte_tokenizer() if kind == "bytes" else trained(kind)
+    if kind == "bytes":
+        return ChatFormat(with_tool(byte_tokenizer(), name), MOST)
+    tokenizer = trained(kind)
+    marks = [AddedToken(mark, normalized=False) for mark in TOOL_MARKS]
+    tokenizer.add_tokens(marks, special_tokens=True)
     return ChatFormat(with_tool(tokenizer, name), MOST)
 
 
@@ -60,8 +70,10 @@ def call_text(code: str, name: str, call_id: str = "aB3456789") -> str:
         return f'{{"name": "python", "parameters": {arguments}}}'
     if name == "mistral-args":
         return f"[TOOL_CALLS]python[ARGS]{arguments}"
+    if name == "mistral-ids":
+        return f"[TOOL_CALLS]python[CALL_ID]{call_id}[ARGS]{arguments}"
     call = {"name": "python", "arguments": {"code": code}, "id": call_id}
-    if name == "mistral":
+    if name in LISTS:
         return f"[TOOL_CALLS] [{json.dumps(call)}]"
     return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
 
@@ -82,7 +94,11 @@ def shown_behind(form: ChatFormat, turn_ids: list[int], printed: list[str]) -> S
 
 def turn_of(name: str, codes: tuple[str, ...], call_id: str = "aB3456789") -> str:
     thought = "Hm.\n</think>\n\n" if name == "qwen3-thinking" else ""
-    if name == "mistral" and len(codes) > 1:
+    if name == "mistral-ids" and len(codes) > 1:
+        return "".join(
+            call_text(code, name, f"{call_id[:8]}{number}") for number, code in enumerate(codes)
+        )
+    if name in LISTS and len(codes) > 1:
         calls = [
             {"name": "python", "arguments": {"code": code}, "id": f"{call_id[:8]}{number}"}
             for number, code in enumerate(codes)
@@ -101,7 +117,7 @@ def rendered(
     ]
     thought = "<think>\nHm.\n</think>\n\n" if name == "qwen3-thinking" else ""
     answer = {"role": "assistant", "content": thought, "tool_calls": calls}
-    if name == "smollm3":
+    if name.startswith("smollm3"):
         text = "".join(call_text(f"last({number})", name) for number in range(len(ids)))
         answer = {"role": "assistant", "content": text}
     messages = [user("1+1?"), answer]
@@ -221,7 +237,7 @@ def test_a_text_that_is_longer_as_it_is_written_is_cut_inside() -> None:
 
 
 def test_the_frames_of_the_families() -> None:
-    frames = {name: chat("bytes", name).frame for _, name in PAIRS[:7]}
+    frames = {name: chat("bytes", name).frame for kind, name in PAIRS if kind == "bytes"}
     assert {name: frame.form for name, frame in frames.items()} == {
         "qwen2.5": "Hermes",
         "qwen3": "Hermes",
@@ -230,6 +246,9 @@ def test_the_frames_of_the_families() -> None:
         "llama3": "Llama 3",
         "mistral": "Mistral",
         "mistral-args": "Mistral",
+        "mistral-spaces": "Mistral",
+        "mistral-ids": "Mistral",
+        "smollm3-off": "Hermes",
     }
     assert [name for name, frame in frames.items() if frame.between is None] == ["llama3"]
     assert [name for name, frame in frames.items() if frame.quotes] == ["llama3"]
@@ -323,6 +342,7 @@ LISTED = '{"name": "python", "arguments": {"code": "1"}, "id": "aB3456789"}'
         ("Mistral", f"[{LISTED}]", []),
         ("Mistral", '[TOOL_CALLS]python[ARGS]{"code": "1"}', ["1"]),
         ("Mistral", '[TOOL_CALLS]python[CALL_ID]x9[ARGS]{"code": "1"}', ["1"]),
+        ("Mistral", '[TOOL_CALLS] python[CALL_ID] x9 [ARGS] {"code": "1"}', ["1"]),
         ("Mistral", '[TOOL_CALLS]python[ARGS]{"code": "1"}' * 2, ["1", "1"]),
         ("Mistral", '[TOOL_CALLS]python[ARGS]{"code": "1"} So.', []),
         ("Mistral", '[THINK][TOOL_CALLS]python[ARGS]{"code": "1"}[/THINK]', []),
@@ -391,6 +411,15 @@ def test_other_templates_are_refused_with_advice(name: str, reason: str) -> None
         check_format(tokenizer, CHAT, vocab_size=None, names=OPTIONS)
     assert "Use --tools fence, or a --chat-template that shows" in str(error.value)
     assert "tools.format" not in str(error.value) and "data." not in str(error.value)
+
+
+def test_a_system_prompt_that_the_last_question_alone_has_is_refused() -> None:
+    """However long it is: the conversation with a call is shorter than the prompt before it."""
+    for system_prompt in ("Be brief.", "Be brief. " * 40):
+        settings = ChatSettings(tool=PYTHON, system_prompt=system_prompt)
+        tokenizer = with_tool(byte_tokenizer(), "mistral-spaces", settings)
+        with pytest.raises(ValueError, match=r"before a call: .*Be brief.* becomes .*TOOL_CALLS"):
+            call_frame(tokenizer)
 
 
 def test_frames_of_tokens_that_the_model_does_not_know_are_refused() -> None:

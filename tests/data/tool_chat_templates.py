@@ -55,6 +55,7 @@ _THOUGHT_LAST = (
     "| list | length == 1 else m.content.split('</think>')[-1].lstrip('\n') %}{{ said }}"
 )
 _UNTHOUGHT = "{% set said = m.content.split('</think>')[-1].lstrip('\n') %}{{ said }}"
+_UNTHINKING = "<think>\n\n</think>\n"
 _OFF = "{% if enable_thinking is defined %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
 
 TOOL_CHATS = {
@@ -71,6 +72,18 @@ TOOL_CHATS = {
         "{{ '\n' }}{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}"
         "{{ '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ),
+    "smollm3-off": (
+        "<|im_start|>system\nYou help.{% if xml_tools or tools %}{{ '\n' }}{% for tool in "
+        "(tools or xml_tools)[:] %}{{ tool | string }}{% endfor %} Call as <tool_call>{...}"
+        "</tool_call>{% endif %}<|im_end|>{{ '\n' }}{% for m in messages %}"
+        "{% if m.role == 'assistant' %}{% generation %}{{ '<|im_start|>assistant\n"
+        + _UNTHINKING
+        + "' + m.content.lstrip('\n') + '<|im_end|>\n' }}{% endgeneration %}{% else %}"
+        "<|im_start|>user{{ '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n"
+        + _UNTHINKING
+        + "' }}{% endif %}"
     ),
     "llama3": (
         "<|begin_of_text|>{% for m in messages %}{% if m.role == 'tool' %}"
@@ -96,6 +109,26 @@ TOOL_CHATS = {
         '"call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]'
         "{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
     ),
+    "mistral-spaces": (
+        "{% set first = 1 if messages[0].role == 'system' else 0 %}<s>"
+        "{% for m in messages[first:] %}{% if m.role == 'user' %}{% if tools %} [AVAILABLE_TOOLS] "
+        "{{ tools | tojson }} [/AVAILABLE_TOOLS]{% endif %} [INST] "
+        "{% if first and loop.last %}{{ messages[0].content + '\n\n' }}{% endif %}"
+        "{{ m.content }} [/INST]"
+        "{% elif m.tool_calls %} [TOOL_CALLS] [{% for call in m.tool_calls %}"
+        "{{ {'name': call.function.name, 'arguments': call.function.arguments, 'id': call.id} | tojson }}"
+        "{{ ', ' if not loop.last }}{% endfor %}] </s>{% elif m.role == 'tool' %} [TOOL_RESULTS] "
+        '{"call_id": "{{ m.tool_call_id }}", "content": {{ m.content }}} [/TOOL_RESULTS]{{ \' \' }}'
+        "{% else %}{{ ' ' + m.content + ' </s>' }}{% endif %}{% endfor %}"
+    ),
+    "mistral-ids": (
+        "<s>{% for m in messages %}{% if m.role == 'user' %}{% if tools %}[AVAILABLE_TOOLS]"
+        "{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST]{{ m.content }}[/INST]"
+        "{% elif m.tool_calls %}{% for call in m.tool_calls %}[TOOL_CALLS]{{ call.function.name }}"
+        "[CALL_ID]{{ call.id }}[ARGS]{{ call.function.arguments | tojson }}{% endfor %}</s>"
+        "{% elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.tool_call_id }}[TOOL_CONTENT]{{ m.content }}"
+        "[/TOOL_RESULTS]{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+    ),
     "mistral-args": (
         "<s>{% for m in messages %}{% if m.role == 'user' %}{% if tools %}[AVAILABLE_TOOLS]"
         "{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST]{{ m.content }}[/INST]"
@@ -105,12 +138,14 @@ TOOL_CHATS = {
         "{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
     ),
 }
-"""qwen3-off has an empty thought in its prompts, and in no earlier turn; strips-earlier keeps thinking in
-the last of the assistant's turns alone."""
+"""qwen3-off has an empty thought in its prompts, and in no earlier turn, smollm3-off in both;
+strips-earlier keeps thinking in the last of the assistant's turns alone, and mistral-spaces a system
+prompt in a question that is the last turn."""
 
 TOOL_MARKS = [
     *("[TOOL_CALLS]", "[ARGS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[AVAILABLE_TOOLS]"),
     *("[/AVAILABLE_TOOLS]", "[INST]", "[/INST]", "<|python_tag|>", "<|eom_id|>"),
+    *("[CALL_ID]", "[TOOL_CONTENT]"),
 ]
 """Special tokens, beside those of MARKS."""
 TOOL_TEXTS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]

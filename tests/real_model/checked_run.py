@@ -1,8 +1,8 @@
 """launch/train_grpo.py with a comparison of log-probs at every step.
 
 The engines' log-probs of the sampled tokens are compared with those that transformers finds, in
-float64, on the model as it is exported before the step: one line of `compared.jsonl` in the run's
-folder for each step."""
+float64, on the model as it is exported before the step, in float32: one line of `compared.jsonl` in
+the run's folder for each step."""
 
 from __future__ import annotations
 
@@ -23,10 +23,14 @@ from rlmath.run.startup import Program, prepare_grpo, start
 
 SHARE = 4
 """One of so many groups is compared."""
+WHOLE = "save.export_dtype=float32"
+"""Rounded to the bfloat16 of the model that the run began with, an export is not what sampled."""
 
 
 def differences(model: torch.nn.Module, group: ScoredGroup) -> torch.Tensor:
-    """Between the log-probs of the group's tokens by the engine and by `model` (nats, absolute)."""
+    """Between the log-probs of the group's sampled tokens by the engine and by `model`.
+
+    In nats, absolute; outputs of tools are not sampled."""
     prompt = group.prompt.token_ids
     rows = [torch.tensor([*prompt, *completion.token_ids]) for completion in group.completions]
     with torch.no_grad():  # what is padded comes behind all that is looked at
@@ -38,9 +42,11 @@ def differences(model: torch.nn.Module, group: ScoredGroup) -> torch.Tensor:
     differences_of_completions = []
     for row, completion in zip(logprobs, group.completions, strict=True):
         ids = torch.tensor(completion.token_ids)
-        differences_of_completions.append(
-            row[: len(ids)].gather(1, ids[:, None])[:, 0] - torch.tensor(completion.logprobs)
+        is_sampled = torch.tensor(completion.sampled or [True] * len(ids))
+        differences_of_tokens = row[: len(ids)].gather(1, ids[:, None])[:, 0] - torch.tensor(
+            completion.logprobs
         )
+        differences_of_completions.append(differences_of_tokens[is_sampled])
     return torch.cat(differences_of_completions).abs()
 
 
@@ -77,7 +83,7 @@ if __name__ == "__main__":
     command_line = read_command_line(__doc__, None)
     sys.exit(
         start(
-            lambda: load_config(command_line.config, command_line.overrides),
+            lambda: load_config(command_line.config, [*command_line.overrides, WHOLE]),
             prepare_grpo,
             checked_program,
         )

