@@ -106,7 +106,7 @@ def test_ranks_of_an_engine_share_its_work_and_sum_hidden_states():
     assert split.seconds == pytest.approx(whole.seconds / 2)
     one_node = inputs(two, 2, node=1.0)
     assert plan_rollout(one_node).seconds == pytest.approx(8 * 10 * 8 * 2 * 2 * 4, rel=1e-3)
-    with_tools = plan_rollout(given(one_node, 5.0))
+    with_tools = plan_rollout(with_given_tokens(one_node, 5.0))
     assert with_tools.seconds == pytest.approx(8 * 15 * 8 * 2 * 2 * 4, rel=1e-3)
 
 
