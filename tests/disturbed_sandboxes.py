@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import select
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import psutil
 
@@ -53,9 +53,9 @@ def open_light_sandboxes(settings: ToolsConfig) -> Sandboxes:
 
 
 class KilledSandboxes:
-    """Sandboxes of which processes are killed, a number of times, as a completion is at an edge."""
+    """Sandboxes of which processes are killed, once, as a completion is at an edge."""
 
-    def __init__(self, sandboxes: Sandboxes, edge: str, kills: int) -> None:
+    def __init__(self, sandboxes: Sandboxes, edge: str) -> None:
         """`edge` is one of EDGES.
 
         A call that is killed while it runs shows what it prints and no more."""
@@ -63,7 +63,7 @@ class KilledSandboxes:
         self._edge = edge
         self._working: set[str] = set()
         """Completions whose call works for a while, so that it can be seen."""
-        self.kills_left = kills
+        self.has_killed = False
         self._seen: set[psutil.Process] = set()
 
     def submit(self, key: str, code: str, seed: int, earlier: Sequence[PastCall] = ()) -> None:
@@ -71,7 +71,7 @@ class KilledSandboxes:
             self._kill_server()
         if self._edge.endswith("code runs") and self._is_due and code.endswith(")"):
             self._working.add(key)
-            code += WORK.format(3 * BUSY_SECONDS)
+            code += WORK.format(10 * BUSY_SECONDS)
         self._sandboxes.submit(key, code, seed, earlier)
         if self._edge == "server with a call that was just submitted":
             self._kill_server()
@@ -100,11 +100,11 @@ class KilledSandboxes:
 
     def left(self) -> list[psutil.Process]:
         """The processes that are there still, of all that were killed or closed."""
-        return [process for process in self._seen if process.is_running()]
+        return [process for process in self._seen if not has_ended(process)]
 
     @property
     def _is_due(self) -> bool:
-        return self.kills_left > 0 and self._has_server
+        return not self.has_killed and self._has_server
 
     @property
     def _has_server(self) -> bool:
@@ -133,7 +133,7 @@ class KilledSandboxes:
 
     def _kill(self, processes: Sequence[psutil.Process]) -> None:
         if self._is_due:
-            self.kills_left -= 1
+            self.has_killed = True
             self._seen |= set(processes)
             kill(processes)
 
@@ -141,13 +141,13 @@ class KilledSandboxes:
 class LosingSandboxes:
     """Sandboxes that are killed whenever they execute a call of some completions."""
 
-    def __init__(self, sandboxes: Sandboxes, losing: Collection[str]) -> None:
+    def __init__(self, sandboxes: Sandboxes, *losing: str) -> None:
         """`losing` are the names of the completions' sessions."""
         self._sandboxes = sandboxes
-        self._losing = losing
+        self.losing = set(losing)
 
     def submit(self, key: str, code: str, seed: int, earlier: Sequence[PastCall] = ()) -> None:
-        if key in self._losing:
+        if key in self.losing:
             code = WORK.format(60)
         self._sandboxes.submit(key, code, seed, earlier)
 
@@ -181,9 +181,9 @@ class DelayedSandboxes:
             return []
         count = self._random.randint(1, len(self._kept))
         self._random.shuffle(self._kept)
-        given = self._kept[:count]
+        results_now = self._kept[:count]
         self._kept = self._kept[count:]
-        return given
+        return results_now
 
     def release(self, key: str) -> None:
         self._sandboxes.release(key)

@@ -168,14 +168,13 @@ def bench_demo(folder: Path, steps: int) -> None:
     call_seconds = sum(
         count * row.get("tools/wait_s", 0.0) for count, row in zip(calls, rows, strict=True)
     )
-    mean_milliseconds = 1000 * call_seconds / sum(calls)
+    mean_milliseconds = 1000 * call_seconds / max(1.0, sum(calls))
     report(
-        f"the demo's rollouts, {steps} steps",
+        f"the demo's rollouts, {steps} steps: {seconds:.1f} s, {sum(calls):.0f} calls of "
+        f"{mean_milliseconds:.0f} ms",
         "share that waits for calls",
         waiting / seconds,
         unit="share",
-        baseline=f"rollouts of {seconds:.1f} s, {waiting:.1f} s of it waiting; {sum(calls):.0f} "
-        f"calls of {mean_milliseconds:.0f} ms",
     )
 
 
@@ -183,10 +182,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="Calls of a model's code in sandboxes, against python -c."
     )
-    parser.add_argument(
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument(
         "--quick", action="store_true", help="fewer calls: within a minute on two cores"
     )
-    parser.add_argument("--demo", type=int, metavar="STEPS", help="of a demo with tools: minutes")
+    kinds.add_argument("--demo", type=int, metavar="STEPS", help="of a demo with tools: minutes")
     arguments = parser.parse_args(argv)
     if arguments.demo is not None:
         with tempfile.TemporaryDirectory() as place:

@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     work.add_argument(
         "--mean-given-tokens",
         type=float,
-        help="tokens that tools give a completion; default: 0.3 x the most",
+        help="tokens that tools give a completion; default: the most of --mean-calls",
     )
     work.add_argument(
         "--mean-calls", type=float, help="calls of a completion; default: 0.3 x tools.max_calls"

@@ -155,6 +155,7 @@ def step_data(plan: StepPlan) -> dict[str, Any]:
         "seconds": dict(plan.seconds),
         "step_seconds": plan.step_seconds,
         "tail_seconds": plan.rollout.tail_seconds,
+        "tool_seconds": plan.rollout.waiting_seconds,
         "pipeline_idle_share": plan.idle_share,
         "microbatches": plan.microbatches,
     }

@@ -137,7 +137,9 @@ FIGURES: Mapping[str, Sequence[Lines]] = {
             "Waiting for calls", "s", {"tools/wait_s": "mean of a call", "tools/wait_s_p99": "p99"}
         ),
         Lines(
-            "Engines that only wait for calls", "share of the rollout", {"tools/wait_share": "mean"}
+            "Engines that only wait for calls",
+            "share of the rollout",
+            {"tools/wait_share": "all engines"},
         ),
     ],
     "Policy": [

@@ -197,8 +197,8 @@ class CalledCompletions:
         """The completions whose turn's calls all have results, or one of which is lost.
 
         Engines of several ranks share them every SHARE_STEPS times that it is called. Where the
-        engine `is_idle`, it waits for a result every time. RuntimeError where the sandboxes cannot
-        start again."""
+        engine `is_idle`, it waits for a result every time. RuntimeError where sandboxes' servers
+        start and cannot work."""
         is_due = self._share is None or next(self._steps) % SHARE_STEPS == 0
         if not self._called or not (is_idle or is_due):
             return []

@@ -29,7 +29,8 @@ def open_tools(
 
     ValueError for a tokenizer that cannot write a call, a machine without the isolation, and an
     engine whose noise does not follow from seed and position (`continues_noise`); RuntimeError for
-    sandboxes that do not work. All ranks of the engine raise it."""
+    sandboxes that do not work, OSError where the machine has no process for them. All ranks of the
+    engine raise it."""
     if settings.format is None:
         return None
     if not continues_noise:
@@ -39,12 +40,12 @@ def open_tools(
         )
     tool_format: ToolFormat | None = None
     sandboxes = None
-    errors: list[ValueError | RuntimeError] = []
+    errors: list[ValueError | RuntimeError | OSError] = []
     if mesh.is_engine_leader:
         try:
             tool_format = open_format(tokenizer, settings, stop_token_ids)
             sandboxes = open_sandboxes(settings)
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, OSError) as error:
             errors.append(error)
     share = share_in_engine if mesh.engine_size > 1 else None
     if share is not None:

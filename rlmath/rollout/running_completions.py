@@ -193,10 +193,11 @@ class RunningCompletions:
         Yields each as soon as it has ended."""
         source = AllAtOnce(requests) if isinstance(requests, Sequence) else requests
         while True:
-            load = self.load()  # before completions go on, which keep no new work away
-            ended_after_calls = self._resume_called()
-            for request in source.pop(load):
+            # New work first: with some an engine does not wait for calls. Completions that go on
+            # are computed before it all the same.
+            for request in source.pop(self.load()):
                 self.begin(request)
+            ended_after_calls = self._resume_called()
             if not (self.busy or self._waiting_for_tools or ended_after_calls):
                 break
             for ended in (*ended_after_calls, *self.step()):
@@ -281,9 +282,10 @@ class RunningCompletions:
         if self._tools is None:
             return []
         is_idle = not self.busy
+        waits = is_idle and self._waiting_for_tools > 0
         started = time.perf_counter()
         answers = self._tools.answered(is_idle)
-        if is_idle:
+        if waits:
             self.usage.waiting_seconds += time.perf_counter() - started
         ended = []
         for answered in answers:

@@ -467,7 +467,7 @@ def _tokens(config: Config) -> str:
     return (
         f"at most {sequences * longest_sequence:,} tokens a step: sequences of at most "
         f"{length_curriculum.sequence_text(config, keys=False)} = {longest_sequence}, "
-        f"{f'up to {most_given} of them given by the tool, ' if most_given else ''}packed into "
+        f"{f'of which the tool gives up to {most_given}, ' if most_given else ''}packed into "
         f"micro-batches of {config.policy.max_tokens_per_microbatch}"
     )
 

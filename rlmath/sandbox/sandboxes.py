@@ -134,7 +134,7 @@ class Sandboxes:
         """Queue a call of the completion `key`, whose earlier calls are these in order.
 
         `seed` is the completion's, of 64 bits. ValueError where the completion has a call already,
-        RuntimeError where the server cannot start."""
+        RuntimeError where servers start and cannot work."""
         if key in self._ids:
             raise ValueError(
                 f'completion "{key}" has a call already; take its result, or cancel it'
@@ -169,7 +169,7 @@ class Sandboxes:
     def poll(self) -> list[tuple[str, CallResult]]:
         """(completion, result) of the calls that have ended since the last time, without waiting.
 
-        RuntimeError where the server cannot start."""
+        RuntimeError where servers start and cannot work."""
         self._flush()
         self._receive()
         self._retry()
@@ -204,13 +204,14 @@ class Sandboxes:
         The call has no result, and what it did is undone with its session."""
         self._done = [(other, result) for other, result in self._done if other != key]
         number = self._forget(key)
-        if number is not None:
+        if number is not None and self._socket is not None:
             self._send({"cancel": number})
 
     def release(self, key: str) -> None:
         """End the session of a completion that has no further call."""
         self.cancel(key)
-        self._send({"release": key})
+        if self._socket is not None:
+            self._send({"release": key})
 
     def await_ready(self, seconds: float = START_SECONDS) -> None:
         """Wait until the server has started, before the first call.

@@ -64,10 +64,9 @@ def tool_metrics(selection: Selection, is_void: VoidRule, tools: ToolsConfig) ->
 
 
 def wait_metrics(rounds: Sequence[Sequence[EngineUsage]]) -> dict[str, float]:
-    """The share of a step's rollouts (0 to 1) in which an engine only waited for calls.
+    """The share of all engines' seconds in a step's rollouts (0 to 1) in which they only waited.
 
-    It is the mean over the engines, each of which has a usage in every rollout; empty where there
-    was none."""
+    They waited for calls. Empty where there was no rollout."""
     usages = [usage for usages in rounds for usage in usages]
     if not usages:
         return {}

@@ -209,17 +209,17 @@ def test_a_faster_machine_and_shorter_answers_are_faster(
 def test_what_tools_give_is_told_and_planned(model: str, capsys: pytest.CaptureFixture[str]):
     """One call of at most 64 tokens and 16 around them for each of 512 completions."""
     words = ["--config", str(CONFIGS / "demo.yaml"), model, "run.device=cpu", "parallel.tensor=1"]
-    tools = (*words, *TOOL_WORDS, "--layouts", "0")
-    assert main([*tools]) == 0
+    assert main([*words, *TOOL_WORDS, "--layouts", "0"]) == 0
     out = capsys.readouterr().out
     assert "512 sequences, 32 + 10 + 24 given tokens on average" in out
     assert " of it engines wait for tools" in out
     (plain_stage,) = planned(capsys, *words)["stages"]
-    measured = ("--mean-given-tokens", "40", "--mean-calls", "1")
-    (stage,) = planned(capsys, *words, *TOOL_WORDS, *measured)["stages"]
+    words += [*TOOL_WORDS, "--mean-given-tokens", "40", "--mean-calls", "1"]
+    (stage,) = planned(capsys, *words)["stages"]
     assert stage["tokens"] - plain_stage["tokens"] == pytest.approx(512 * 40)
     for phase in ("rollout", "update"):
         assert stage["seconds"][phase] > plain_stage["seconds"][phase]
+    assert stage["tool_seconds"] > plain_stage["tool_seconds"] == 0
 
 
 def test_measured_coefficients_reach_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

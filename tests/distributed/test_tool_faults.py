@@ -10,7 +10,7 @@ import pytest
 from rlmath.algorithms.types import turn_tokens
 from tests.distributed import tool_fault_cases
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.tool_fault_cases import KILLS, LOST, SLICES, Faults
+from tests.distributed.tool_fault_cases import LOST, SLICES, Faults
 from tests.disturbed_sandboxes import EDGES
 from tests.tool_models import CODES, make_script_model
 
@@ -30,7 +30,7 @@ def test_completions_are_the_same_whatever_was_killed_at_an_edge(
 ) -> None:
     """Slices end with a call that is out. No process is left, or the case would not have ended."""
     disturbed = faults.disturbed[edge, slices]
-    assert disturbed.kills == KILLS and disturbed.more_descriptors == 0
+    assert disturbed.has_killed and disturbed.more_descriptors == 0
     assert disturbed.completions == faults.undisturbed
 
 

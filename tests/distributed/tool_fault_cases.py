@@ -19,8 +19,6 @@ from tests.disturbed_sandboxes import (
 from tests.programs import wait_for
 
 SAMPLES = 4
-KILLS = 1
-"""Number of kills at an edge."""
 CALL_TOKENS = 6
 """Tokens of a call, and of a slice at whose end a call is out."""
 SLICES = {"whole": None, "in slices": CALL_TOKENS}
@@ -34,7 +32,7 @@ class Disturbed:
     """What an engine samples while processes of its sandboxes are killed at an edge."""
 
     completions: dict[Key, Completion]
-    kills: int
+    has_killed: bool
     more_descriptors: int
     """Open descriptors of the rank's process, beyond those of before."""
 
@@ -61,7 +59,7 @@ def faults(folder: Path) -> Faults:
     }
 
     def open_losing(settings: ToolsConfig) -> LosingSandboxes:
-        return LosingSandboxes(open_light_sandboxes(settings), {f"{LOST[0]}/{LOST[1]}"})
+        return LosingSandboxes(open_light_sandboxes(settings), f"{LOST[0]}/{LOST[1]}")
 
     losing = {
         name: engine.sample(SAMPLES, open_losing, slice_tokens=slice_tokens)
@@ -76,7 +74,7 @@ def _disturbed(engine: ScriptedEngine, edge: str, slice_tokens: int | None) -> D
     opened: list[KilledSandboxes] = []
 
     def open_killed(settings: ToolsConfig) -> KilledSandboxes:
-        opened.append(KilledSandboxes(open_light_sandboxes(settings), edge, KILLS))
+        opened.append(KilledSandboxes(open_light_sandboxes(settings), edge))
         return opened[-1]
 
     descriptors = len(os.listdir("/proc/self/fd"))
@@ -84,4 +82,4 @@ def _disturbed(engine: ScriptedEngine, edge: str, slice_tokens: int | None) -> D
     (sandboxes,) = opened
     wait_for(lambda: not sandboxes.left(), 20.0)
     more_descriptors = len(os.listdir("/proc/self/fd")) - descriptors
-    return Disturbed(completions, KILLS - sandboxes.kills_left, more_descriptors)
+    return Disturbed(completions, sandboxes.has_killed, more_descriptors)

@@ -23,7 +23,7 @@ from rlmath.run.startup import Program, prepare_grpo, start
 
 SHARE = 4
 """One of so many groups is compared."""
-WHOLE = "save.export_dtype=float32"
+FLOAT32_EXPORT = "save.export_dtype=float32"
 """Rounded to the bfloat16 of the model that the run began with, an export is not what sampled."""
 
 
@@ -83,7 +83,7 @@ if __name__ == "__main__":
     command_line = read_command_line(__doc__, None)
     sys.exit(
         start(
-            lambda: load_config(command_line.config, [*command_line.overrides, WHOLE]),
+            lambda: load_config(command_line.config, [*command_line.overrides, FLOAT32_EXPORT]),
             prepare_grpo,
             checked_program,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -235,8 +236,17 @@ def calling_script(seed: int) -> list[int]:
     return [*(CALL_IDS + [0] * OUTPUT_TOKENS) * calls_of(seed), *answer]
 
 
+@pytest.fixture
+def losing_sandboxes() -> Iterator[LosingSandboxes]:
+    with closing(LosingSandboxes(open_light_sandboxes(TOOLS))) as sandboxes:
+        yield sandboxes
+
+
 def test_lost_and_calling_completions_are_counted_where_a_user_looks(
-    monkeypatch: pytest.MonkeyPatch, verifier: RewardWorkers, caplog: pytest.LogCaptureFixture
+    losing_sandboxes: LosingSandboxes,
+    monkeypatch: pytest.MonkeyPatch,
+    verifier: RewardWorkers,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """All first calls have a result, at the end of a slice; then a second call is lost.
 
@@ -244,9 +254,7 @@ def test_lost_and_calling_completions_are_counted_where_a_user_looks(
     engine, _ = scripted_engine(
         monkeypatch, calling_script, MESH, settings=SETTINGS, shapes={"norm.weight": (3, 1)}
     )
-    losing: set[str] = set()
-    sandboxes = LosingSandboxes(open_light_sandboxes(TOOLS), losing)
-    engine.tools = CalledCompletions(TOOLS, FORMAT, sandboxes)  # type: ignore[arg-type]
+    engine.tools = CalledCompletions(TOOLS, FORMAT, losing_sandboxes)  # type: ignore[arg-type]
     collector = collector_of(engine, RewardConfig(), verifier)
     sampling = replace(SAMPLING, samples=5, max_new_tokens=99)
     rows = [
@@ -260,7 +268,7 @@ def test_lost_and_calling_completions_are_counted_where_a_user_looks(
     assert parts.keys() == {key for key, seed in seeds.items() if calls_of(seed)}
     assert "lost" not in caplog.text
     lost_row, lost_sample = twice[0]
-    losing.add(f"{lost_row}/{lost_sample}")
+    losing_sandboxes.losing.add(f"{lost_row}/{lost_sample}")
     further = [
         [
             Work(work.prompt, replace(work.request, so_far=parts[key], slice_tokens=None))
@@ -270,7 +278,6 @@ def test_lost_and_calling_completions_are_counted_where_a_user_looks(
         for row in rows
     ]
     ended, _ = collector.sample(further, 99, step=3, title="")
-    sandboxes.close()
     assert f"1 of {len(twice)} completions with calls are lost" in caplog.text
     assert "killed from outside" in caplog.text and "They leave their groups" in caplog.text
     whole = begun | ended

@@ -339,8 +339,9 @@ def test_new_weights_come_to_completions_in_flight(opened: Opened, mode: str) ->
 def test_of_two_versions_without_a_token_between_them_the_second_is_reported(
     opened: Opened,
 ) -> None:
-    """The report's time begins with the first."""
+    """The report's time is that of both."""
     run = opened()
+    time.sleep(0.1)
     run.start()
     run.await_messages(lambda: run.versions == [0])
     time.sleep(0.1)
@@ -352,7 +353,7 @@ def test_of_two_versions_without_a_token_between_them_the_second_is_reported(
         assert sample.completion.segments == (Segment(LENGTH, 4, 2),)
     (report,) = run.of(WeightsTaken)
     assert (report.version, report.learned_at, report.new_tokens) == (4, 4.5, 0)
-    assert report.seconds >= 0.1
+    assert report.seconds >= 0.2
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["recompute", "weights-wait"])

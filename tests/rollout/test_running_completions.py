@@ -142,12 +142,12 @@ class OneByOne:
         self.lengths[key] = tokens
 
 
-def test_a_resumed_completion_keeps_no_new_work_away() -> None:
-    """New work begins in the same step; lengths are those of what was sampled."""
-    core = Core({0: CALL_IDS}, {0: END, 1: END})
+def test_new_work_begins_while_a_completion_waits_for_its_call() -> None:
+    """Lengths are those of what was sampled."""
+    core = Core({0: CALL_IDS}, {1: END}, {0: END})
     source = OneByOne([request(0), request(1)])
     ended = list(running_of(core, tools_of(0)).sample(source))
-    assert core.begun == [0, 0, 1] and len(ended) == 2
+    assert core.begun == [0, 1, 0] and len(ended) == 2
     assert source.lengths == {(0, 0): len(CALL_IDS) + 1, (1, 0): 1}
 
 

@@ -146,8 +146,8 @@ def test_calls_are_counted_with_their_outcomes() -> None:
 def test_the_share_that_waits_is_of_all_engines_seconds() -> None:
     """Two engines waited for 3 s of the 6 s and 4 s that they sampled, in two rollouts."""
     rounds = [
-        [EngineUsage(4.0, 9, 0, 1.0, waiting_seconds=1.0), EngineUsage(3.0, 9, 0, 1.0)],
-        [EngineUsage(2.0, 9, 0, 1.0, waiting_seconds=2.0), EngineUsage(1.0, 9, 0, 1.0)],
+        [EngineUsage(4.0, 9, 0, fill=1.0, waiting_seconds=1.0), EngineUsage(3.0, 9, 0, fill=1.0)],
+        [EngineUsage(2.0, 9, 0, fill=1.0, waiting_seconds=2.0), EngineUsage(1.0, 9, 0, fill=1.0)],
     ]
     assert wait_metrics(rounds) == {"tools/wait_share": 0.3}
     assert wait_metrics([]) == {}

@@ -38,7 +38,7 @@ def plan_rollout(inputs: StepInputs) -> PlannedRollout:
     steps that a completion may take, and have the requests of as many steps in their places.
 
     Calls of tools run beside the engine, `tools.cores` at a time. It waits for what they take
-    longer than sampling does, and for those of the last completion."""
+    longer than sampling does, at least for those of the last completion."""
     rollout = inputs.config.rollout
     batch = inputs.batch
     lengths = inputs.batch.lengths
@@ -55,17 +55,17 @@ def plan_rollout(inputs: StepInputs) -> PlannedRollout:
     )
     step_seconds += _exchange_seconds(inputs, tokens=0, messages=1)
     step_seconds += adapted_layers(inputs) * coefficients.adapter_seconds
-    sampling = _token_seconds(inputs, engines) + steps * step_seconds
-    calling = batch.calls * coefficients.call_seconds
-    all_calls = calling * batch.sequences / engines / inputs.config.tools.cores
-    waiting = max(0.0, all_calls - sampling) + calling / spread
+    sampling_seconds = _token_seconds(inputs, engines) + steps * step_seconds
+    call_seconds = batch.calls * coefficients.call_seconds
+    all_calls_seconds = call_seconds * batch.sequences / engines / inputs.config.tools.cores
+    waiting_seconds = max(all_calls_seconds - sampling_seconds, call_seconds / spread)
     return PlannedRollout(
         requests,
         slots=slots,
         steps=math.ceil(steps),
-        seconds=sampling + waiting,
+        seconds=sampling_seconds + waiting_seconds,
         tail_seconds=(steps - full_steps) * step_seconds,
-        waiting_seconds=waiting,
+        waiting_seconds=waiting_seconds,
     )
 
 

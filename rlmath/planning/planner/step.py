@@ -42,8 +42,7 @@ another."""
 TYPICAL_SHARE = 0.3
 """Mean completion as a share of the longest, where not given.
 
-It is 0.29 to 0.31 for R1 models and 27,648 tokens. For calls of tools and the tokens that they
-give, it is a guess."""
+It is 0.29 to 0.31 for R1 models and 27,648 tokens. For calls of tools it is a guess."""
 TYPICAL_PROMPT = 128
 """Mean prompt (tokens) where not given; AReaL's step log has 108."""
 
@@ -104,25 +103,26 @@ def batch_of(
         raise ValueError(f"{problem} (--mean-prompt-tokens)")
     group = config.rollout.group_size
     most_calls = 0 if config.tools.format is None else config.tools.max_calls
+    calls = TYPICAL_SHARE * most_calls if mean_calls is None else mean_calls
+    most_given = tool_tokens(config.tools)
+    given_tokens = most_given * calls / max(1, most_calls) if mean_given is None else mean_given
+    for option, mean_of_tools, most in (
+        ("--mean-calls", calls, most_calls),
+        ("--mean-given-tokens", given_tokens, most_given),
+    ):
+        if not 0 <= mean_of_tools <= most:
+            raise ValueError(
+                f"{option} is {mean_of_tools:g}; needed: from 0 to {most}, the most that tools.format, "
+                "tools.max_calls and tools.max_output_tokens allow"
+            )
     return Batch(
         config.data.prompts_per_step * group,
         group,
         prompt,
         lengths=lengths_with_mean(mean, longest),
-        given_tokens=_mean_of_tools("--mean-given-tokens", mean_given, tool_tokens(config.tools)),
-        calls=_mean_of_tools("--mean-calls", mean_calls, most_calls),
+        given_tokens=given_tokens,
+        calls=calls,
     )
-
-
-def _mean_of_tools(option: str, mean: float | None, most: int) -> float:
-    """What tools do in a completion on average; without a `mean` a share of the most."""
-    if mean is None:
-        return TYPICAL_SHARE * most
-    if not 0 <= mean <= most:
-        raise ValueError(
-            f"{option} is {mean:g}; needed: from 0 to {most}, the most that tools.* allow"
-        )
-    return mean
 
 
 def step_inputs(

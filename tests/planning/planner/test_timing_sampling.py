@@ -106,7 +106,7 @@ def test_ranks_of_an_engine_share_its_work_and_sum_hidden_states():
     assert split.seconds == pytest.approx(whole.seconds / 2)
     one_node = inputs(two, 2, node=1.0)
     assert plan_rollout(one_node).seconds == pytest.approx(8 * 10 * 8 * 2 * 2 * 4, rel=1e-3)
-    with_tools = plan_rollout(given(one_node, 5.0))
+    with_tools = plan_rollout(with_given_tokens(one_node, 5.0))
     assert with_tools.seconds == pytest.approx(8 * 15 * 8 * 2 * 2 * 4, rel=1e-3)
 
 
@@ -169,26 +169,28 @@ def test_the_longest_completion_is_finished_within_its_steps(settings: dict, ste
 # ---------------------------------------------------------------- tools
 
 
-def given(one: StepInputs, tokens: float, calls: float = 0.0) -> StepInputs:
+def with_given_tokens(inputs: StepInputs, tokens: float, calls: float = 0.0) -> StepInputs:
     """The same completions, each of which so many calls give so many tokens."""
-    return replace(one, batch=replace(one.batch, given_tokens=tokens, calls=calls))
+    return replace(inputs, batch=replace(inputs.batch, given_tokens=tokens, calls=calls))
 
 
-def seconds(one: StepInputs, **speeds: float) -> float:
+def rollout_seconds(inputs: StepInputs, **speeds: float) -> float:
     """Seconds of a rollout on a machine without limits, but for these."""
-    machine = replace(one.cluster.machine, **speeds)
-    return plan_rollout(replace(one, cluster=replace(one.cluster, machine=machine))).seconds
+    machine = replace(inputs.cluster.machine, **speeds)
+    return plan_rollout(replace(inputs, cluster=replace(inputs.cluster, machine=machine))).seconds
 
 
 def test_given_tokens_are_computed_but_not_decoded():
     """Four tokens in the middle of three completions: sequences of 20 tokens, not of 16."""
     three = alike(3, 3)
-    with_tools = given(three, 4.0)
+    with_tools = with_given_tokens(three, 4.0)
     more_flops = 3 * (4 * TOKEN_FLOPS + (20**2 - 16**2) * PAIR_FLOPS)
-    assert seconds(with_tools, flops=1.0) - seconds(three, flops=1.0) == pytest.approx(more_flops)
+    flops = rollout_seconds(with_tools, flops=1.0) - rollout_seconds(three, flops=1.0)
+    assert flops == pytest.approx(more_flops)
     # The last five sampled tokens of each read four more.
     more_bytes = 3 * 5 * 4 * KV_BYTES
-    assert seconds(with_tools, memory=1.0) - seconds(three, memory=1.0) == pytest.approx(more_bytes)
+    read_bytes = rollout_seconds(with_tools, memory=1.0) - rollout_seconds(three, memory=1.0)
+    assert read_bytes == pytest.approx(more_bytes)
     assert plan_rollout(with_tools).steps == plan_rollout(three).steps
 
 
@@ -200,7 +202,7 @@ def test_given_tokens_take_places_of_the_cache():
     engine = engine_bytes(TINY, rollout, "cuda", 2, GPU.total_bytes)
     cache = 60.5 * (RUNNING + 4) * KV_BYTES
     small = replace(GPU, total_bytes=round(2 * (cache + engine.weights + engine.workspace)))
-    with_tools = given(alike(8, 4), 8.0)
+    with_tools = with_given_tokens(alike(8, 4), 8.0)
     smaller = replace(with_tools, config=replace(CONFIG, rollout=rollout), target=small)
     assert slots_of(smaller, requests=500) == 60
 
@@ -208,7 +210,7 @@ def test_given_tokens_take_places_of_the_cache():
 @pytest.mark.parametrize(
     ("step_seconds", "waiting"),
     [
-        (1e-3, 8 * 3 / 2 - 20e-3 + 3),  # 24 calls of a second, two at a time, are what takes time
+        (1e-3, 8 * 3 / 2 - 20e-3),  # 24 calls of a second, two at a time, are what takes time
         (10.0, 3),  # they end while others are sampled, but for the last completion's
     ],
 )
@@ -216,7 +218,7 @@ def test_an_engine_waits_for_calls_that_take_longer_than_sampling(
     step_seconds: float, waiting: float
 ):
     """Eight completions of ten tokens and three calls, on four places: twenty steps."""
-    eight = given(alike(8, 4), 0.0, calls=3.0)
+    eight = with_given_tokens(alike(8, 4), 0.0, calls=3.0)
     coefficients = replace(
         eight.cluster.coefficients, call_seconds=1.0, decode_step_seconds=step_seconds
     )

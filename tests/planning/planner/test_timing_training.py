@@ -81,6 +81,7 @@ def test_tools_give_completions_a_share_of_the_most_or_what_was_measured():
     assert batch_of(more).given_tokens == pytest.approx(0.3 * 4 * 216)
     measured = batch_of(called, mean_given=348.0, mean_calls=3.0)
     assert (measured.given_tokens, measured.calls) == (348.0, 3.0)
+    assert batch_of(called, mean_calls=0.0).given_tokens == 0
     assert batch_of(replace(called, tools=replace(tools, format=None))) == batch_of(CONFIG)
     assert batch_of(CONFIG).given_tokens == batch_of(CONFIG).calls == 0
     with pytest.raises(ValueError, match="--mean-given-tokens is 349; needed: from 0 to 348"):
