@@ -612,10 +612,15 @@ def swapped(content: dict) -> None:
     vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
 
 
+def without_one(content: dict) -> None:
+    del content["model"]["vocab"]["1"]
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
         ("tokenizer.json", swapped, "2 tokens have other ids, '1' 20 there and 21 now"),
+        ("tokenizer.json", without_one, "tokens have other ids, '1' 20 there and none now"),
         (
             "tokenizer_config.json",
             lambda c: c.update(pad_token="<bos>"),
@@ -640,6 +645,7 @@ def swapped(content: dict) -> None:
     ],
     ids=[
         "ids",
+        "a token less",
         "pad",
         "stops",
         "clean-up",
