@@ -146,6 +146,8 @@ def test_a_checkpoint_of_another_sampler_is_told_on_cpu(
     recovery = find_recovery(make_config(tmp_path, "run.device=cpu"), ORIGIN, TOTAL)
     assert recovery is not None and len(recovery.warnings) == warning_count
     assert all("drew other tokens from the same seeds" in warning for warning in recovery.warnings)
+    on_gpu = find_recovery(make_config(tmp_path, "run.device=cuda"), ORIGIN, TOTAL)
+    assert on_gpu is not None and on_gpu.warnings == ()
 
 
 def test_another_spelling_of_the_same_reward_function_is_no_change(
