@@ -55,8 +55,8 @@ METRICS = set(
     avg_prompt_len n_tokens n_valid_tokens n_seqs no_eos_ratio rollout/rewards rollout/response_length
     rollout/policy_version rollout/idle_share rollout/idle_share_max rollout/tail_share
     rollout/batch_fill train/entropy_loss train/grad_norm train/learning_rate train/early_stopped_minibatches
-    train/behaviour_logprob_diff seconds/rollout seconds/update seconds/sync seconds/step tokens_per_second/rollout
-    rollout/mfu train/mfu
+    train/behaviour_logprob_diff seconds/rollout seconds/update seconds/sync seconds/step seconds/save
+    tokens_per_second/rollout rollout/mfu train/mfu
     """.split()
 )
 

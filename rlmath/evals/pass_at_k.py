@@ -67,7 +67,7 @@ def _expected_majority(votes: tuple[Vote, ...], blank: int, k: int) -> float:
     if not any(vote.right for vote in votes):
         return 0.0
     n = sum(vote.count for vote in votes) + blank
-    most_votes = min(k, max((vote.count for vote in votes), default=0))
+    most_votes = min(k, max(vote.count for vote in votes))
     right = sum(_right_subsets(votes, blank, k, top) for top in range(1, most_votes + 1))
     return right / math.comb(n, k)
 

@@ -146,6 +146,8 @@ def test_a_checkpoint_of_another_sampler_is_told_on_cpu(
     recovery = find_recovery(make_config(tmp_path, "run.device=cpu"), ORIGIN, TOTAL)
     assert recovery is not None and len(recovery.warnings) == warning_count
     assert all("drew other tokens from the same seeds" in warning for warning in recovery.warnings)
+    on_gpu = find_recovery(make_config(tmp_path, "run.device=cuda"), ORIGIN, TOTAL)
+    assert on_gpu is not None and on_gpu.warnings == ()
 
 
 def test_another_spelling_of_the_same_reward_function_is_no_change(
@@ -612,10 +614,15 @@ def swapped(content: dict) -> None:
     vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
 
 
+def without_one(content: dict) -> None:
+    del content["model"]["vocab"]["1"]
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
         ("tokenizer.json", swapped, "2 tokens have other ids, '1' 20 there and 21 now"),
+        ("tokenizer.json", without_one, "tokens have other ids, '1' 20 there and none now"),
         (
             "tokenizer_config.json",
             lambda c: c.update(pad_token="<bos>"),
@@ -640,6 +647,7 @@ def swapped(content: dict) -> None:
     ],
     ids=[
         "ids",
+        "a token less",
         "pad",
         "stops",
         "clean-up",

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlmath.checkpoint.hf.metadata_files import read_metadata_files
+from rlmath.config.hub import HubFailedError
 from rlmath.config.load import config_as_yaml, load_config
 from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs
@@ -27,7 +28,7 @@ from rlmath.run.join import refuse_shared_gpus
 from rlmath.run.nodes import _compare_nodes, data_makers, differences, labelled, node_lines
 from rlmath.run.prepare import read_inputs, try_data
 from rlmath.run.prepared import PreparedRun
-from rlmath.run.recovery.hub_inputs import recorded_ids
+from rlmath.run.recovery.hub_inputs import fetch_inputs, recorded_ids
 from rlmath.run.run_dir import sole_user
 from rlmath.run.startup import StartingRank, end_broken, prepare_grpo, prepare_sft
 from tests.hub_server import hub_server
@@ -183,6 +184,8 @@ def test_the_exit_status_keeps_the_list_of_mistakes(tmp_path: Path) -> None:
     assert read_exit_status(tmp_path).message == "2 problems with this run:\n  - a\\x1b[2J\n  - b"
     record_exit(tmp_path, MISTAKE, "x" * 5000)
     assert read_exit_status(tmp_path).message == "x" * 2000 + " [...]"
+    record_exit(tmp_path, MISTAKE, "x" * 2000)
+    assert read_exit_status(tmp_path).message == "x" * 2000
     record_exit(tmp_path, FAILURE, "lost\nits stack")
     assert read_exit_status(tmp_path).message == "lost"
 
@@ -406,6 +409,22 @@ def test_the_commits_of_a_run_that_may_go_on_are_those_in_its_folder(tmp_path: P
     assert (
         recorded_ids(load_config([], [*paths, "model.path=m", "run.recover_mode=disabled"])) == []
     )
+
+
+def test_a_start_waits_for_the_hub_as_long_as_the_setting_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    settings = [f"run.output_dir={tmp_path}", "data.train_path=t", "model.path=hf://org/base"]
+    limits = ["run.hub_timeout_seconds=3", "run.start_timeout_seconds=600"]
+    with hub_server() as hub:
+        hub.add("org/base").commit({"config.json": b"{}", "model.safetensors": b"0" * 99})
+        hub.stalled = {"model.safetensors"}
+        for name, value in hub.variables(tmp_path / "home").items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(HubFailedError, match=r"not done after 3 s \(run.hub_timeout_seconds\)"):
+            fetch_inputs(load_config([], [*settings, *limits]), None)
 
 
 def test_a_start_sees_what_another_run_left_while_it_read_its_inputs(
