@@ -41,6 +41,7 @@ from rlmath.models.logprobs import (
     shift_to_tokens,
 )
 from rlmath.models.packed_sequences import PackedSequences, pack_sequences
+from rlmath.models.routing import RoutingReplay
 
 NO_MASK = MinTokensMask()
 
@@ -96,6 +97,8 @@ class ForwardBackward:
         self.temperature = temperature
         self.vocab_size = vocab_size
         self.min_tokens_mask = min_tokens_mask
+        self.routing: RoutingReplay | None = None
+        """Replays the routes of micro-batches; None: the model routes by itself."""
         self.on_microbatch: Callable[[], None] = lambda: None
         """Called for every micro-batch: progress for the heartbeat."""
         self._busy_seconds = 0.0
@@ -128,6 +131,8 @@ class ForwardBackward:
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
             )
+        if self.routing is not None:
+            self.routing.end(batches)
         self._busy_seconds += (self._busy_until or self._now()) - started
         return results
 
@@ -195,6 +200,8 @@ class ForwardBackward:
         batch = batch.to(self.device.torch_device)
         self.on_microbatch()
         token_ids, positions, packing = self._inputs(batch)
+        if self.routing is not None:
+            packing.routing = self.routing.batch_routing(index, batch)
         output = model(token_ids[None], positions[None], None, packed_seq_params=packing)
         if self.mesh.is_last_stage and model is self.chunks[-1]:
             output = output.squeeze(0)

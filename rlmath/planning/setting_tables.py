@@ -357,6 +357,54 @@ CONFLICTS = (
         "the former.",
     ),
     Conflict(
+        when=lambda config: [config.policy.routing_replay == "engine", config.rollout.ranks],
+        text='policy.routing_replay is "engine" and rollout.ranks {rollout.ranks}: engines on ranks '
+        "of their own send no routes yet. Set rollout.ranks=0, or policy.routing_replay=old.",
+    ),
+    Conflict(
+        when=lambda config: [
+            config.policy.routing_replay == "engine",
+            config.rollout.tail != "wait",
+        ],
+        text='policy.routing_replay is "engine" and rollout.tail "{rollout.tail}": routes of '
+        "completions that are sampled in slices are not kept yet. Set rollout.tail=wait, or "
+        "policy.routing_replay=old.",
+    ),
+    Conflict(
+        when=lambda config: [config.policy.routing_replay == "engine", config.tools.format],
+        text='policy.routing_replay is "engine" and tools.format "{tools.format}": routes of '
+        "completions that call tools are not kept yet. Set tools.format=null, or "
+        "policy.routing_replay=old.",
+    ),
+    Conflict(
+        when=lambda config: [config.policy.routing_replay != "none", config.parallel.context > 1],
+        text='policy.routing_replay is "{policy.routing_replay}" and parallel.context '
+        "{parallel.context}: routes are not split over context ranks yet. Set parallel.context=1, "
+        "or policy.routing_replay=none.",
+    ),
+    Conflict(
+        when=lambda config: [
+            config.policy.routing_replay != "none",
+            config.parallel.pipeline > 1,
+            config.policy.recompute_granularity == "selective",
+        ],
+        text='policy.recompute_granularity is "selective" and policy.routing_replay '
+        '"{policy.routing_replay}": experts that are computed again alone, between other '
+        "micro-batches of a pipeline, do not know theirs. Set "
+        "policy.recompute_granularity=full, parallel.pipeline=1, or policy.routing_replay=none.",
+    ),
+    Conflict(
+        when=lambda config: [
+            config.policy.routing_replay == "old",
+            any([not config.algorithm.recomputes, config.on_policy]),
+        ],
+        text='policy.routing_replay is "old", and no pass recomputes log-probs whose experts an '
+        "update could take. Needed are algorithm.recompute_logprobs=true without "
+        "algorithm.proximal_logprobs=interpolate, and several updates a step "
+        "(algorithm.n_minibatches or algorithm.epochs above 1). Set these, or "
+        "policy.routing_replay=none.",
+    ),
+    Conflict(
         when=lambda config: [config.validation.keep_best, not config.validation.every_steps],
         text="validation.keep_best needs accuracies to compare. Set validation.every_steps, or "
         "keep_best=false.",
