@@ -66,7 +66,8 @@ class BatchRouting:
         is_routed_N = self._part(self._is_routed_T, tokens)
         recorded_NK = self._part(self._experts_TLK, tokens)[:, layer].to(own_NK.dtype)
         experts_NK = torch.where(is_routed_N[:, None], recorded_NK, own_NK)
-        order_NK = scores_NE.detach().gather(1, experts_NK).argsort(1, descending=True, stable=True)
+        recorded_scores_NK = scores_NE.detach().gather(1, experts_NK)
+        order_NK = recorded_scores_NK.sort(dim=1, descending=True, stable=True).indices
         self.differs_LN[layer] = (experts_NK.sort(1)[0] != own_NK.sort(1)[0]).any(1)
         return experts_NK.gather(1, order_NK)
 

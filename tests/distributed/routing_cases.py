@@ -1,0 +1,223 @@
+"""What the ranks do in the tests of routing replay."""
+
+# Shape legend: N tokens of one sample that have a route, L layers, K experts of a token in a layer.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlmath.algorithms.types import Prompt, RoutesAt, Sample
+from rlmath.config.schema import RewardConfig, RolloutConfig
+from rlmath.data.packing import MicroBatch
+from rlmath.data.routes import with_routes
+from rlmath.distributed.device import init_process_group, open_device
+from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.ranks import environment_rank, environment_world_size
+from tests.distributed.policy_cases import (
+    Case,
+    Stage,
+    build,
+    by_sample,
+    microbatches,
+    whole_gradients,
+)
+from tests.tiny_models import shape_of
+
+# ---------------------------------------------------------------- the policy
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What a policy computes; log-probs are those of this rank's samples, by their index."""
+
+    logprobs: dict[int, list[float]]
+    gradients: dict[str, Tensor]
+    counts: dict[str, float]
+    """`RoutingReplay.pop_counts` of the log-probs' pass, over all ranks."""
+
+
+def passes(
+    folder: Path, case: Case, samples: list[Sample], routes: Sequence[Tensor] | None
+) -> Passes:
+    """A pass for log-probs and one with gradients; both replay the samples' routes [N, L, K].
+
+    None: nothing is replayed."""
+    stage = build(folder, replace(case, optimizer="sgd"), routing_replay="engine")
+    batches = _routed(stage, samples, routes)
+    logprobs = _logprobs(stage, batches)
+    counts = _counts(stage)
+    learner = stage.actor.learner
+    learner.forward_backward.zero_grad()
+    learner.forward_backward.run(
+        batches,
+        partial(learner._loss, old=None, reference=None, on_policy=False, teacher=None),
+        forward_only=False,
+    )
+    return Passes(logprobs, whole_gradients(stage), counts)
+
+
+def old_routes(
+    folder: Path, changed: Path, case: Case, samples: list[Sample]
+) -> tuple[dict[int, list[float]], dict[int, list[float]], dict[int, list[float]]]:
+    """Log-probs of a pass that records its routes, of their replay, and once weights are `changed`.
+
+    The last replays the same routes."""
+    from rlmath.checkpoint.hf.weights import load_hf_weights
+
+    stage = build(folder, case, routing_replay="old")
+    routing = stage.actor.forward_backward.routing
+    batches = microbatches(stage, samples)
+    with routing.recording():
+        first = _logprobs(stage, batches)
+    batches = routing.recorded(batches)
+    again = _logprobs(stage, batches)
+    load_hf_weights(stage.actor.chunks, str(changed), stage.shape, mesh=stage.mesh)
+    return first, again, _logprobs(stage, batches)
+
+
+def _routed(
+    stage: Stage, samples: list[Sample], routes: Sequence[Tensor] | None
+) -> list[MicroBatch]:
+    if routes is None:
+        return microbatches(stage, samples)
+    places = [RoutesAt(0, number, len(rows)) for number, rows in enumerate(routes)]
+    placed = [
+        replace(sample, routes_at=place) for sample, place in zip(samples, places, strict=True)
+    ]
+    layers = stage.actor.forward_backward.routing.layers
+    of_place = {place: rows[:, layers] for place, rows in zip(places, routes, strict=True)}
+    return [with_routes(batch, placed, of_place) for batch in microbatches(stage, placed)]
+
+
+def _logprobs(stage: Stage, batches: list[MicroBatch]) -> dict[int, list[float]]:
+    logprobs = stage.actor.forward_backward.logprobs(batches)
+    return by_sample(batches, logprobs) if stage.mesh.is_last_stage else {}
+
+
+def _counts(stage: Stage) -> dict[str, float]:
+    from rlmath.distributed.collectives import reduce_over_ranks
+
+    return reduce_over_ranks(stage.actor.forward_backward.routing.pop_counts(), {})[0]
+
+
+# ---------------------------------------------------------------- engines
+
+ROLLOUT = RolloutConfig(
+    group_size=3, max_new_tokens=24, temperature=0.8, max_num_seqs=4, progress_bar=False
+)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What an engine has sampled and recorded."""
+
+    token_ids: list[list[int]]
+    """Prompt and completion of each request."""
+    routes: list[Tensor]
+    """[N, L, K] of each request."""
+    scheduled: list[int]
+    """Tokens that vLLM computed, by step."""
+
+
+def recorded(
+    folder: Path, settings: RolloutConfig, prompts: list[tuple[int, ...]], splits_prompts: bool
+) -> Recording:
+    """Greedy completions, two of each prompt."""
+    from rlmath.rollout import engine as engine_module
+    from rlmath.rollout.sampling import Request
+
+    engine_module.CPU_CHUNKED_PREFILL = splits_prompts
+    engine, _ = _open_engine(folder, settings, engine_size=1)
+    scheduler = engine._llm.llm_engine.engine_core.engine_core.scheduler
+    schedule = scheduler.schedule
+    scheduled = []
+
+    def counted(*arguments: Any) -> Any:
+        output = schedule(*arguments)
+        scheduled.append(output.total_num_scheduled_tokens)
+        return output
+
+    scheduler.schedule = counted
+    requests = [
+        Request((p, g), prompt, 0, 0, settings.max_new_tokens, temperature=0.0)
+        for p, prompt in enumerate(prompts)
+        for g in range(2)
+    ]
+    ended = list(engine.running_completions(with_routes=True).sample(requests))
+    engine.close()
+    engine_module.CPU_CHUNKED_PREFILL = False
+    return Recording(
+        [[*ending.request.token_ids, *ending.completion.token_ids] for ending in ended],
+        [ending.routes for ending in ended if ending.routes is not None],
+        scheduled,
+    )
+
+
+def _open_engine(folder: Path, settings: RolloutConfig, engine_size: int) -> tuple[Any, Mesh]:
+    """An engine with the folder's weights, which records routes."""
+    from rlmath.rollout.engine import Engine
+    from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
+
+    device = open_device("cpu")
+    init_process_group(device, 120.0)
+    mesh = Mesh(environment_rank(), environment_world_size(), 1, 1, engine_size)
+    engine = Engine(
+        str(folder),
+        settings,
+        200,
+        mesh=mesh,
+        device=device,
+        weight_shapes=engine_shapes(shape_of(folder), engine_size),
+        load_weights=True,
+        stop_token_ids=(1,),
+        records_routes=True,
+    )
+    return engine, mesh
+
+
+def collected_and_fetched(folder: Path, engine_size: int) -> tuple[list[int], list[Any]]:
+    """A rollout's completions, and their routes as a rank fetches them.
+
+    Each rank fetches those of every second completion, of two layers, in an order of its own; last
+    come all layers of the completions that it holds, and the messages are of a few tokens.
+    Returned are the tokens of every completion and, by completion, its fetched routes."""
+    from rlmath.data.tokenizer import load_tokenizer
+    from rlmath.rewards.reward_manager import open_reward_workers
+    from rlmath.rollout import routes as routes_module
+    from rlmath.rollout.collector import CollectGroups, Collector
+    from rlmath.rollout.routes import RouteStore, fetch_routes
+    from rlmath.rollout.sampling import RolloutSeed, training_sampling
+
+    routes_module.MESSAGE_BYTES = 1000
+    engine, mesh = _open_engine(folder, ROLLOUT, engine_size)
+    pool = open_reward_workers(RewardConfig()) if mesh.is_engine_leader else None
+    store = RouteStore(mesh.rank)
+    tokenizer = load_tokenizer(str(folder))
+    collector = Collector(engine, mesh, tokenizer, ROLLOUT, RewardConfig(), pool=pool, routes=store)
+    prompts = [Prompt(f"q-{n}", f"{n}=", (n + 3, 50, 51), ("1",), "math") for n in range(9)]
+    command = CollectGroups(prompts, training_sampling(ROLLOUT), RolloutSeed(1, 0), "")
+    collector.collect(replace(command, validates=True))
+    groups = collector.collect(command).groups
+    completions = [completion for group in groups for completion in group.completions]
+    places = [completion.routes_at for completion in completions]
+    needed = [place for place in places[mesh.rank :: 2] if place is not None]
+    needed.reverse()
+    fetched = fetch_routes(store, needed, (3, 1), experts_per_token=2, dtype=torch.uint8)
+    rows = []
+    for group in groups:
+        for completion in group.completions:
+            place = completion.routes_at
+            held = None if place is None or place.rank != mesh.rank else store.get(place)
+            sequence = [*group.prompt.token_ids, *completion.token_ids]
+            rows.append((sequence, place, held, None if place is None else fetched.get(place)))
+    engine.close()
+    if pool is not None:
+        pool.close()
+    return [len(row[0]) for row in rows], rows
