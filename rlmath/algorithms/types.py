@@ -97,7 +97,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class RoutesAt:
-    """Where the experts are that an engine has routed a completion's tokens to."""
+    """The place of the experts that an engine has sent a completion's tokens to."""
 
     rank: int
     """The rank that holds them; they are too many for every rank."""
@@ -135,7 +135,7 @@ class Completion:
     calls: tuple[ToolCall, ...] = ()
     """Its calls of tools, in order."""
     routes_at: RoutesAt | None = field(default=None, compare=False)
-    """Where its experts are in the step that sampled it; None: they were not recorded."""
+    """The place of its experts in the step that sampled it; None: they were not recorded."""
 
     @property
     def sampled(self) -> list[bool] | None:

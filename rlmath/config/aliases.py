@@ -162,6 +162,8 @@ VERL = {
     "actor.policy_loss.loss_mode: geo_mean": "`algorithm.loss: gmpo`",
     "actor.policy_loss.loss_mode: clip_cov": "`algorithm.clip_cov_ratio`",
     "actor.policy_loss.loss_mode: kl_cov": "`algorithm.kl_cov_ratio`",
+    "actor.megatron.router_replay.mode: R2": "`policy.routing_replay: old`",
+    "actor.megatron.router_replay.mode: R3": "`policy.routing_replay: engine`",
     "actor.fsdp_config.model_dtype": "`policy.dtype`, of policy and engine",
     "actor.fsdp_config.param_offload": "`memory.offload_parameters`",
     "actor.fsdp_config.optimizer_offload": "`memory.offload_optimizer`",

@@ -29,7 +29,7 @@ def expert_dtype(num_experts: int) -> torch.dtype:
 
 
 def routes_needed(batches: Sequence[MicroBatch], samples: Sequence[Sample]) -> list[RoutesAt]:
-    """Where the routes of these micro-batches' samples are.
+    """The places of the routes of these micro-batches' samples.
 
     ValueError for a sample without any, as a captured step has them."""
     places = []

@@ -42,12 +42,12 @@ the policy would have chosen other experts, and the same of tokens, which differ
 class BatchRouting:
     """The experts of one micro-batch's tokens in one pass of the policy."""
 
-    def __init__(self, batch: MicroBatch, layers: int, tensor_rank: int, records: bool) -> None:
+    def __init__(self, batch: MicroBatch, layers: int, mesh: Mesh, records: bool) -> None:
         """Replay those of the batch, if it has any; `records` keeps the policy's own choice."""
         self._experts_TLK = batch.experts_TLK
         self._is_routed_T = batch.is_routed_T
         self._layers = layers
-        self._tensor_rank = tensor_rank
+        self._mesh = mesh
         self._records = records
         self.own_LNK: list[Tensor | None] = [None] * layers
         """The policy's own choice in each layer, where it is recorded."""
@@ -75,7 +75,7 @@ class BatchRouting:
         """This rank's N rows; it has all of them but under sequence parallelism."""
         if len(rows_T) == tokens:
             return rows_T
-        return rows_T[self._tensor_rank * tokens :][:tokens]
+        return rows_T[self._mesh.tensor_rank * tokens :][:tokens]
 
     def counts(self) -> Tensor:
         """The numbers of COUNTS for this micro-batch, [4].
@@ -85,10 +85,10 @@ class BatchRouting:
         assert self._is_routed_T is not None and len(differs_LN) == self._layers
         tokens = self._part(self._is_routed_T, differs_LN.shape[1]).sum()
         differs_N = differs_LN.any(0).int()
-        group = parallel_state.get_pipeline_model_parallel_group()
-        if dist.get_world_size(group) > 1:
+        if self._mesh.pipeline > 1:
+            group = parallel_state.get_pipeline_model_parallel_group()
             dist.all_reduce(differs_N, dist.ReduceOp.MAX, group=group)
-        is_counted = int(parallel_state.is_pipeline_first_stage(ignore_virtual=True))
+        is_counted = int(self._mesh.pipeline_rank == 0)
         numbers = (
             tokens * self._layers,
             differs_LN.sum(),
@@ -155,7 +155,7 @@ class RoutingReplay:
         The batch is on the device."""
         if index not in self._batches:
             self._batches[index] = BatchRouting(
-                batch, len(self.layers), self._mesh.tensor_rank, records=self._records
+                batch, len(self.layers), self._mesh, records=self._records
             )
         return self._batches[index]
 

@@ -43,10 +43,12 @@ class RoutedModel:
         return self.model(ids_1T)
 
     def routes_of(self, ids: Sequence[int]) -> Tensor:
-        """The experts of all tokens but the last, [N, L, K], chosen by the model."""
+        """The experts of all tokens but the last, [N, L, K], chosen by the model.
+
+        They are in order of their numbers, which is none that a router has."""
         with torch.no_grad():
             self(torch.tensor([list(ids)]))
-        return torch.stack(self.chosen, dim=1)[:-1].to(torch.uint8)
+        return torch.stack(self.chosen, dim=1)[:-1].sort(-1)[0].to(torch.uint8)
 
     def _router(self, layer: int, gate: Any) -> Any:
         def forward(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlmath.algorithms.types import Prompt, RoutesAt, Sample
+from rlmath.algorithms.types import Prompt, RoutesAt
 from rlmath.config.schema import RewardConfig, RolloutConfig
 from rlmath.data.packing import MicroBatch
 from rlmath.data.routes import with_routes
@@ -28,7 +28,9 @@ from tests.distributed.policy_cases import (
     microbatches,
     whole_gradients,
 )
-from tests.tiny_models import shape_of
+from tests.tiny_models import make_samples, shape_of
+
+SAMPLES = make_samples(24)
 
 # ---------------------------------------------------------------- the policy
 
@@ -43,14 +45,21 @@ class Passes:
     """`RoutingReplay.pop_counts` of the log-probs' pass, over all ranks."""
 
 
-def passes(
-    folder: Path, case: Case, samples: list[Sample], routes: Sequence[Tensor] | None
-) -> Passes:
-    """A pass for log-probs and one with gradients; both replay the samples' routes [N, L, K].
+@dataclass(frozen=True)
+class Policy:
+    """A policy with the weights of a folder, and the routes of SAMPLES, each [N, L, K].
 
-    None: nothing is replayed."""
-    stage = build(folder, replace(case, optimizer="sgd"), routing_replay="engine")
-    batches = _routed(stage, samples, routes)
+    None: it replays nothing."""
+
+    folder: Path
+    case: Case
+    routes: Sequence[Tensor] | None
+
+
+def passes(policy: Policy) -> Passes:
+    """A pass for log-probs and one with gradients, both with the policy's routes."""
+    stage = build(policy.folder, replace(policy.case, optimizer="sgd"), routing_replay="engine")
+    batches = _routed(stage, policy.routes)
     logprobs = _logprobs(stage, batches)
     counts = _counts(stage)
     learner = stage.actor.learner
@@ -64,32 +73,31 @@ def passes(
 
 
 def old_routes(
-    folder: Path, changed: Path, case: Case, samples: list[Sample]
+    folders: tuple[Path, Path], case: Case
 ) -> tuple[dict[int, list[float]], dict[int, list[float]], dict[int, list[float]]]:
-    """Log-probs of a pass that records its routes, of their replay, and once weights are `changed`.
+    """Log-probs of a pass that records its routes, of their replay, and of that with other weights.
 
-    The last replays the same routes."""
+    The folders have the first weights and the others."""
     from rlmath.checkpoint.hf.weights import load_hf_weights
 
+    folder, other_folder = folders
     stage = build(folder, case, routing_replay="old")
     routing = stage.actor.forward_backward.routing
-    batches = microbatches(stage, samples)
+    batches = microbatches(stage, SAMPLES)
     with routing.recording():
         first = _logprobs(stage, batches)
     batches = routing.recorded(batches)
     again = _logprobs(stage, batches)
-    load_hf_weights(stage.actor.chunks, str(changed), stage.shape, mesh=stage.mesh)
+    load_hf_weights(stage.actor.chunks, str(other_folder), stage.shape, mesh=stage.mesh)
     return first, again, _logprobs(stage, batches)
 
 
-def _routed(
-    stage: Stage, samples: list[Sample], routes: Sequence[Tensor] | None
-) -> list[MicroBatch]:
+def _routed(stage: Stage, routes: Sequence[Tensor] | None) -> list[MicroBatch]:
     if routes is None:
-        return microbatches(stage, samples)
+        return microbatches(stage, SAMPLES)
     places = [RoutesAt(0, number, len(rows)) for number, rows in enumerate(routes)]
     placed = [
-        replace(sample, routes_at=place) for sample, place in zip(samples, places, strict=True)
+        replace(sample, routes_at=place) for sample, place in zip(SAMPLES, places, strict=True)
     ]
     layers = stage.actor.forward_backward.routing.layers
     of_place = {place: rows[:, layers] for place, rows in zip(places, routes, strict=True)}
@@ -115,6 +123,15 @@ ROLLOUT = RolloutConfig(
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """What an engine is to sample: two greedy completions of each prompt."""
+
+    settings: RolloutConfig
+    prompts: list[tuple[int, ...]]
+    splits_prompts: bool = False
+
+
+@dataclass(frozen=True)
 class Recording:
     """What an engine has sampled and recorded."""
 
@@ -126,15 +143,12 @@ class Recording:
     """Tokens that vLLM computed, by step."""
 
 
-def recorded(
-    folder: Path, settings: RolloutConfig, prompts: list[tuple[int, ...]], splits_prompts: bool
-) -> Recording:
-    """Greedy completions, two of each prompt."""
+def recorded(folder: Path, sampling: Sampling) -> Recording:
     from rlmath.rollout import engine as engine_module
     from rlmath.rollout.sampling import Request
 
-    engine_module.CPU_CHUNKED_PREFILL = splits_prompts
-    engine, _ = _open_engine(folder, settings, engine_size=1)
+    engine_module.CPU_CHUNKED_PREFILL = sampling.splits_prompts
+    engine, _ = _open_engine(folder, sampling.settings, engine_size=1)
     scheduler = engine._llm.llm_engine.engine_core.engine_core.scheduler
     schedule = scheduler.schedule
     scheduled = []
@@ -146,8 +160,15 @@ def recorded(
 
     scheduler.schedule = counted
     requests = [
-        Request((p, g), prompt, 0, 0, settings.max_new_tokens, temperature=0.0)
-        for p, prompt in enumerate(prompts)
+        Request(
+            key=(p, g),
+            token_ids=prompt,
+            seed=0,
+            min_new_tokens=0,
+            max_new_tokens=sampling.settings.max_new_tokens,
+            temperature=0.0,
+        )
+        for p, prompt in enumerate(sampling.prompts)
         for g in range(2)
     ]
     ended = list(engine.running_completions(with_routes=True).sample(requests))
@@ -167,7 +188,13 @@ def _open_engine(folder: Path, settings: RolloutConfig, engine_size: int) -> tup
 
     device = open_device("cpu")
     init_process_group(device, 120.0)
-    mesh = Mesh(environment_rank(), environment_world_size(), 1, 1, engine_size)
+    mesh = Mesh(
+        environment_rank(),
+        environment_world_size(),
+        tensor=1,
+        pipeline=1,
+        engine_size=engine_size,
+    )
     engine = Engine(
         str(folder),
         settings,
@@ -199,9 +226,16 @@ def collected_and_fetched(folder: Path, engine_size: int) -> tuple[list[int], li
     engine, mesh = _open_engine(folder, ROLLOUT, engine_size)
     pool = open_reward_workers(RewardConfig()) if mesh.is_engine_leader else None
     store = RouteStore(mesh.rank)
-    tokenizer = load_tokenizer(str(folder))
-    collector = Collector(engine, mesh, tokenizer, ROLLOUT, RewardConfig(), pool=pool, routes=store)
-    prompts = [Prompt(f"q-{n}", f"{n}=", (n + 3, 50, 51), ("1",), "math") for n in range(9)]
+    collector = Collector(
+        engine,
+        mesh,
+        tokenizer=load_tokenizer(str(folder)),
+        rollout=ROLLOUT,
+        reward=RewardConfig(),
+        pool=pool,
+        routes=store,
+    )
+    prompts = [Prompt(f"q-{n}", f"{n}=", (n + 3, 50, 51), ("1",), task="math") for n in range(9)]
     command = CollectGroups(prompts, training_sampling(ROLLOUT), RolloutSeed(1, 0), "")
     collector.collect(replace(command, validates=True))
     groups = collector.collect(command).groups
@@ -209,7 +243,7 @@ def collected_and_fetched(folder: Path, engine_size: int) -> tuple[list[int], li
     places = [completion.routes_at for completion in completions]
     needed = [place for place in places[mesh.rank :: 2] if place is not None]
     needed.reverse()
-    fetched = fetch_routes(store, needed, (3, 1), experts_per_token=2, dtype=torch.uint8)
+    fetched = fetch_routes(store, needed, (3, 1), experts_per_token=3, dtype=torch.uint8)
     rows = []
     for group in groups:
         for completion in group.completions:
