@@ -582,6 +582,7 @@ def make_samples(
             sampled=completion.sampled,
             learned=learned_tokens(group.prompt, completion, is_void),
             lag=None if version is None else completion.lag(version),
+            routes_at=completion.routes_at,
         )
         for group, row in zip(groups, advantages_PG, strict=True)
         for completion, advantage in zip(group.completions, row, strict=True)
