@@ -73,3 +73,22 @@ def test_a_run_in_float32_is_the_same_with_the_experts_of_its_engine(
         assert shares == [0, 0]
     assert by_replay["engine"] == by_replay["none"]
     assert len(by_replay["none"]) == STEPS
+
+
+def test_later_updates_of_a_step_replay_the_experts_of_its_start(
+    arithmetic: Path, tmp_path: Path
+) -> None:
+    """The policy that the first update has changed would choose other experts here and there."""
+    output = tmp_path / "run"
+    settings = (
+        f"model.path={make_mixture(arithmetic / 'base', tmp_path / 'mixture')}",
+        "parallel.tensor=1",
+        "policy.routing_replay=old",
+        "algorithm.recompute_logprobs=true",
+        "optimizer.lr=1e-2",
+        f"run.total_steps={STEPS}",
+        "save.ckpt_freq_secs=null",
+    )
+    run_ranks(1, [*TRAIN, *small_run(arithmetic, output), *settings])
+    shares = [row["routing/differing_choices"] for row in rows(output)]
+    assert len(shares) == STEPS and all(share < 0.5 for share in shares) and shares[-1] > 0

@@ -123,7 +123,7 @@ class RlmathCPUWorker(CPUWorker):
         So they are there for a prompt that others have computed, in several pieces or again after a
         preemption. Call it once the KV cache is allocated."""
         runners = [module for module in self.get_model().modules() if isinstance(module, MoERunner)]
-        router = runners[0].router
+        router: Any = runners[0].router
         slots = self.model_runner.kv_cache_config.num_blocks * self._block_table.block_size
         # The last row takes what has no slot, which is number -1.
         self._routes = torch.zeros(

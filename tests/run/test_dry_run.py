@@ -73,6 +73,12 @@ def bare_model(tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixture") / "model"
+    return make_model_folder(folder, architecture="Qwen3MoeForCausalLM")
+
+
 TINY = """
 data.prompts_per_step=100 data.max_prompt_tokens=32 rollout.max_new_tokens=64 policy.max_tokens_per_microbatch=256
 parallel.data=2 memory.gpu=null run.device=cpu
@@ -389,12 +395,11 @@ def test_partial_rollouts_are_told(dry):
     ],
 )
 def test_a_mixture_is_told_what_it_replays_or_what_it_risks(
-    dry, tmp_path: Path, replay: str, told: str
+    dry, mixture: Path, replay: str, told: str
 ) -> None:
     """4 layers with 2 experts of a token."""
-    folder = make_model_folder(tmp_path / "mixture", architecture="Qwen3MoeForCausalLM")
     status, out, err = dry(
-        SMALL_R1, f"model.path={folder}", f"policy.routing_replay={replay}", *TINY
+        SMALL_R1, f"model.path={mixture}", f"policy.routing_replay={replay}", *TINY
     )
     assert (status, err) == (0, "")
     text = " ".join(out.split())
