@@ -1,6 +1,6 @@
 """Routing replay: the policy's layers send tokens to the experts that were recorded for them.
 
-    MicroBatch.experts_TLK -> RoutingReplay.begin -> BatchRouting -> PackedSequences.routing
+    MicroBatch.experts_TLK -> RoutingReplay -> BatchRouting -> PackedSequences.routing
     -> LayerRouting -> Megatron's router
 
 Megatron's own class for it keeps one list for the whole process and a queue that passes without a

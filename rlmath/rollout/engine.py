@@ -316,8 +316,8 @@ class Engine:
     ) -> RunningCompletions:
         """A new `RunningCompletions`, which samples with the engine's weights.
 
-        `step` is the step, counted from 0, that samples. `with_routes`, which an engine needs that
-        records them, completions end with their routes."""
+        `step` is the step, counted from 0, that samples. With `with_routes`, for which the
+        engine must record them, completions end with their routes."""
         return RunningCompletions(
             self._llm,
             self._settings,

@@ -346,6 +346,7 @@ class PolicyUpdater:
                         )
                         if algorithm.early_stop_action == "end" and not result.overflowed:
                             break
+        later_counts = self.routing_counts()
         return UpdateRecord(
             results,
             shaped.means_PG,
@@ -354,7 +355,7 @@ class PolicyUpdater:
             critic_results=list(shaped.critic_results),
             critic_metrics=dict(shaped.critic_metrics),
             teacher_kl=shaped.teacher_kl,
-            routing=counts if counts.get("pairs") else self.routing_counts(),
+            routing=counts if counts.get("pairs") else later_counts,
         )
 
     def has_no_gradient(self, means_PG: Sequence[Sequence[float]]) -> bool:

@@ -11,7 +11,7 @@ from rlmath.algorithms.losses import Normalisation
 from rlmath.algorithms.types import Sample
 from rlmath.data.packing import MicroBatch, pack
 
-TENSORS = [field.name for field in fields(MicroBatch) if field.name.endswith(("_T", "_S1"))]
+TENSORS = [field.name for field in fields(MicroBatch) if field.name.endswith(("_T", "_S1", "_TLK"))]
 
 ONE = Sample((7, 8), (9, 10, 11), (-0.5, -0.25, -1.0), advantage=1.5)
 TWO = Sample((20,), (21, 22), (-2.0, -3.0), advantage=-0.5)
