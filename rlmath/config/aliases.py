@@ -164,6 +164,8 @@ VERL = {
     "actor.policy_loss.loss_mode: kl_cov": "`algorithm.kl_cov_ratio`",
     "actor.megatron.router_replay.mode: R2": "`policy.routing_replay: old`",
     "actor.megatron.router_replay.mode: R3": "`policy.routing_replay: engine`",
+    "actor.router_replay.mode: R2": "`policy.routing_replay: old`",
+    "actor.router_replay.mode: R3": "`policy.routing_replay: engine`",
     "actor.fsdp_config.model_dtype": "`policy.dtype`, of policy and engine",
     "actor.fsdp_config.param_offload": "`memory.offload_parameters`",
     "actor.fsdp_config.optimizer_offload": "`memory.offload_optimizer`",

@@ -84,6 +84,11 @@ class MicroBatch:
         return replace(self, **moved)
 
     @property
+    def sample_tokens(self) -> int:
+        """Tokens of samples; those of padding stand behind them."""
+        return self.bounds[len(self.sample_indices)]
+
+    @property
     def n_segments(self) -> int:
         """S: samples, and a segment of padding where there is one."""
         return len(self.cu_seqlens_S1) - 1

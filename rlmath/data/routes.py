@@ -10,7 +10,7 @@ Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -29,34 +29,29 @@ def expert_dtype(num_experts: int) -> torch.dtype:
 
 
 def routes_needed(batches: Sequence[MicroBatch], samples: Sequence[Sample]) -> list[RoutesAt]:
-    """The places of the routes of these micro-batches' samples.
-
-    ValueError for a sample without any, as a captured step has them."""
+    """The places of the routes of these micro-batches' samples, which all have some."""
     places = []
     for index in (index for batch in batches for index in batch.sample_indices):
         place = samples[index].routes_at
-        if place is None:
-            raise ValueError(
-                f"sample {index} has no routes of an engine, which "
-                'policy.routing_replay="engine" replays. Set policy.routing_replay=none'
-            )
+        assert place is not None, f"sample {index} has no routes"
         places.append(place)
     return places
 
 
 def with_routes(
-    batch: MicroBatch, samples: Sequence[Sample], routes: Mapping[RoutesAt, torch.Tensor]
+    batch: MicroBatch, samples: Sequence[Sample], routes: dict[RoutesAt, torch.Tensor]
 ) -> MicroBatch:
     """The micro-batch with the routes of its samples, each [N, L, K]; others route by themselves.
 
-    Without samples nothing is replayed."""
+    They are popped from `routes`, so that there are not two copies of all. Without samples nothing
+    is replayed."""
     tokens = len(batch.token_ids_T)
     experts_TLK = None
     is_routed_T = torch.zeros(tokens, dtype=torch.bool)
     for index, start in zip(batch.sample_indices, batch.bounds, strict=False):
         sample = samples[index]
         assert sample.routes_at is not None
-        routes_NLK = routes[sample.routes_at]
+        routes_NLK = routes.pop(sample.routes_at)
         assert len(routes_NLK) == sample.length - 1, (
             f"sample {index}: {sample.length} tokens need {sample.length - 1} routes; got "
             f"{len(routes_NLK)}"

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
@@ -40,26 +39,34 @@ the policy would have chosen other experts, and the same of tokens, which differ
 
 
 class BatchRouting:
-    """The experts of one micro-batch's tokens in one pass of the policy."""
+    """The experts of one micro-batch's tokens in one pass of the policy.
 
-    def __init__(self, batch: MicroBatch, layers: int, mesh: Mesh, records: bool) -> None:
-        """Replay those of the batch, if it has any; `records` keeps the policy's own choice."""
+    It lives as long as a layer may be computed again."""
+
+    def __init__(
+        self, batch: MicroBatch, mesh: Mesh, recorded_as: torch.dtype | None, counts: bool
+    ) -> None:
+        """Replay those of the batch, if it has any.
+
+        `recorded_as` keeps the policy's own choice as such numbers, and `counts` how it differs."""
         self._experts_TLK = batch.experts_TLK
         self._is_routed_T = batch.is_routed_T
-        self._layers = layers
         self._mesh = mesh
-        self._records = records
-        self.own_LNK: list[Tensor | None] = [None] * layers
+        self._recorded_as = recorded_as
+        self._counts = counts
+        self.own_LNK: list[Tensor] = []
         """The policy's own choice in each layer, where it is recorded."""
-        self.differs_LN: list[Tensor | None] = [None] * layers
-        """Whether it is another than the replayed one; of tokens without a route False."""
+        self.differs_LN: list[Tensor] = []
+        """Whether it is another than the replayed one, where that is counted.
+
+        Of tokens without a route False."""
 
     def choose(self, layer: int, scores_NE: Tensor, own_NK: Tensor) -> Tensor:
         """Experts of this rank's tokens in a layer, [N, K], those with the highest scores first.
 
         Equal choices have then the same order, and probabilities the same rounding."""
-        if self._records:
-            self.own_LNK[layer] = own_NK
+        if self._recorded_as is not None:
+            self.own_LNK.append(own_NK.to(self._recorded_as))
         if self._experts_TLK is None or self._is_routed_T is None:
             return own_NK
         tokens = len(scores_NE)
@@ -68,7 +75,8 @@ class BatchRouting:
         experts_NK = torch.where(is_routed_N[:, None], recorded_NK, own_NK)
         recorded_scores_NK = scores_NE.detach().gather(1, experts_NK)
         order_NK = recorded_scores_NK.sort(dim=1, descending=True, stable=True).indices
-        self.differs_LN[layer] = (experts_NK.sort(1)[0] != own_NK.sort(1)[0]).any(1)
+        if self._counts:
+            self.differs_LN.append((experts_NK.sort(1)[0] != own_NK.sort(1)[0]).any(1))
         return experts_NK.gather(1, order_NK)
 
     def _part(self, rows_T: Tensor, tokens: int) -> Tensor:
@@ -77,25 +85,15 @@ class BatchRouting:
             return rows_T
         return rows_T[self._mesh.tensor_rank * tokens :][:tokens]
 
-    def counts(self) -> Tensor:
-        """The numbers of COUNTS for this micro-batch, [4].
+    def routed_tokens(self, tokens: int) -> Tensor:
+        """How many of this rank's tokens have a route, []."""
+        assert self._is_routed_T is not None
+        return self._part(self._is_routed_T, tokens).sum()
 
-        A collective of the pipeline stages, on the first of which tokens count."""
-        differs_LN = torch.stack([rows for rows in self.differs_LN if rows is not None])
-        assert self._is_routed_T is not None and len(differs_LN) == self._layers
-        tokens = self._part(self._is_routed_T, differs_LN.shape[1]).sum()
-        differs_N = differs_LN.any(0).int()
-        if self._mesh.pipeline > 1:
-            group = parallel_state.get_pipeline_model_parallel_group()
-            dist.all_reduce(differs_N, dist.ReduceOp.MAX, group=group)
-        is_counted = int(self._mesh.pipeline_rank == 0)
-        numbers = (
-            tokens * self._layers,
-            differs_LN.sum(),
-            tokens * is_counted,
-            differs_N.sum() * is_counted,
-        )
-        return torch.stack(numbers).double()
+    def end_forward(self) -> None:
+        """Neither record nor count from here on: layers are computed again."""
+        self._recorded_as = None
+        self._counts = False
 
 
 class LayerRouting:
@@ -139,15 +137,28 @@ class RoutingReplay:
         self._mesh = mesh
         self._dtype = expert_dtype(num_experts)
         self._records = False
+        self.is_counting = False
+        """Whether passes count what differs; until the counts are popped."""
         self._batches: dict[int, BatchRouting] = {}
-        self._counts: Tensor | None = None
+        """Those of micro-batches that not all chunks of this rank have computed."""
+        self._own_NLK: list[Tensor] = []
+        """What the present pass has recorded, by micro-batch, in host memory."""
+        self._differs_N: list[Tensor] = []
+        """Tokens that differ in any layer of this rank, by micro-batch of the present pass."""
+        self._counts: dict[str, Any] = dict.fromkeys(COUNTS, 0)
         self.layers: list[int] = []
         """The layers of this rank, in the order of its chunks; they count from 0 in the model."""
-        for layer in _layers_with_experts(chunks):
+        for layer in _layers(chunks):
             routing = LayerRouting(len(self.layers))
             layer.mlp.router.router_replay = routing
             layer.register_forward_pre_hook(routing.enter, with_kwargs=True)
             self.layers.append(layer.layer_number - 1)
+
+    def begin(self) -> None:
+        """Begin a pass, whatever one that has failed has left."""
+        self._batches.clear()
+        self._own_NLK.clear()
+        self._differs_N.clear()
 
     def batch_routing(self, index: int, batch: MicroBatch) -> BatchRouting:
         """The routing of micro-batch `index` of the present pass, the same for all chunks.
@@ -155,20 +166,40 @@ class RoutingReplay:
         The batch is on the device."""
         if index not in self._batches:
             self._batches[index] = BatchRouting(
-                batch, len(self.layers), self._mesh, records=self._records
+                batch,
+                self._mesh,
+                recorded_as=self._dtype if self._records else None,
+                counts=self.is_counting,
             )
         return self._batches[index]
 
-    def end(self, batches: Sequence[MicroBatch]) -> None:
-        """End a pass of these micro-batches: count what differed.
+    def end_forward(self, index: int) -> None:
+        """End a micro-batch's forward pass through all chunks of this rank.
 
-        A collective of the pipeline stages."""
-        for index, batch in enumerate(batches):
-            if batch.experts_TLK is not None:
-                counts = self._batches[index].counts()
-                self._counts = counts if self._counts is None else self._counts + counts
-        if not self._records:
-            self._batches.clear()
+        What it replays stays no longer than layers may be computed again."""
+        routing = self._batches.pop(index)
+        routing.end_forward()
+        if routing.own_LNK:
+            self._own_NLK.append(torch.stack(routing.own_LNK, dim=1).cpu())
+        if routing.differs_LN:
+            differs_LN = torch.stack(routing.differs_LN)
+            tokens = routing.routed_tokens(differs_LN.shape[1])
+            self._counts["pairs"] += tokens * len(differs_LN)
+            self._counts["differing_pairs"] += differs_LN.sum()
+            self._counts["tokens"] += tokens * (self._mesh.pipeline_rank == 0)
+            self._differs_N.append(differs_LN.any(0))
+
+    def end(self) -> None:
+        """End a pass.
+
+        A collective of the pipeline stages, on the first of which tokens count."""
+        if not self._differs_N:
+            return
+        differs_N = torch.cat(self._differs_N).int()
+        if self._mesh.pipeline > 1:
+            group = parallel_state.get_pipeline_model_parallel_group()
+            dist.all_reduce(differs_N, dist.ReduceOp.MAX, group=group)
+        self._counts["differing_tokens"] += differs_N.sum() * (self._mesh.pipeline_rank == 0)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -183,29 +214,26 @@ class RoutingReplay:
         """The micro-batches of the recorded pass, which replay its choices from here on.
 
         As they are where there was no such pass."""
-        if not self._batches:
+        if not self._own_NLK:
             return list(batches)
         replayed = []
-        for index, batch in enumerate(batches):
-            layers = [rows for rows in self._batches[index].own_LNK if rows is not None]
-            experts_NLK = torch.stack(layers, dim=1).to("cpu", self._dtype)
-            is_routed_N = torch.ones(len(experts_NLK), dtype=torch.bool)
-            replayed.append(replace(batch, experts_TLK=experts_NLK, is_routed_T=is_routed_N))
-        self._batches.clear()
+        for batch, own_NLK in zip(batches, self._own_NLK, strict=True):
+            is_routed_T = torch.arange(len(batch.token_ids_T)) < batch.sample_tokens
+            replayed.append(replace(batch, experts_TLK=own_NLK, is_routed_T=is_routed_T))
+        self._own_NLK.clear()
         return replayed
 
     def pop_counts(self) -> dict[str, float]:
-        """The numbers of COUNTS on this rank, of all passes since the last call."""
-        counts = [0.0] * len(COUNTS) if self._counts is None else self._counts.tolist()
-        self._counts = None
-        return dict(zip(COUNTS, counts, strict=True))
+        """The numbers of COUNTS on this rank, of passes while `is_counting`, which ends."""
+        self.is_counting = False
+        counts = {name: float(count) for name, count in self._counts.items()}
+        self._counts = dict.fromkeys(COUNTS, 0)
+        return counts
 
 
-def _layers_with_experts(chunks: Sequence[Any]) -> Iterator[Any]:
-    """The layers of bare chunks that route tokens, in order."""
+def _layers(chunks: Sequence[Any]) -> Iterator[Any]:
+    """The layers of bare chunks, in order; all of them have experts."""
     for chunk in chunks:
         for module in chunk.modules():
-            if isinstance(module, TransformerLayer) and isinstance(
-                getattr(module.mlp, "router", None), TopKRouter
-            ):
+            if isinstance(module, TransformerLayer):
                 yield module

@@ -261,8 +261,8 @@ def device_problems(
         )
     if shape is not None:
         problems += parallelism.rotary_problems(config.policy, shape, on_gpu)
-    if kind == "grpo":
-        problems += model_checks.engine_route_problems(config.policy, on_gpu)
+    if kind == "grpo" and on_gpu:
+        problems += model_checks.route_problems_of_gpus(config.policy, config.parallel)
     if kind == "grpo" and shape is not None and not on_gpu:
         problems += rollouts.of_longest_stage(
             config,

@@ -129,12 +129,26 @@ def routing_problems(policy: PolicyConfig, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def engine_route_problems(policy: PolicyConfig, on_gpu: bool) -> Iterator[str]:
-    """Problems of engines that are to record routes on this kind of device."""
-    if policy.routing_replay == "engine" and on_gpu:
+def route_problems_of_gpus(policy: PolicyConfig, parallel: ParallelConfig) -> Iterator[str]:
+    """Problems of routes that engines are to record, or layers to replay, on GPUs."""
+    if policy.routing_replay == "engine":
         yield (
             'policy.routing_replay is "engine", and engines on GPU record no routes yet. Set '
-            "policy.routing_replay=old, which replays the policy's own of the step's start, or none."
+            "policy.routing_replay=none, or with several updates a step old, which replays the "
+            "policy's own of the step's start."
+        )
+    # Local layers recompute their attention alone.
+    recomputes_experts = (
+        policy.recompute_granularity == "selective"
+        and policy.transformer_impl == "transformer_engine"
+    )
+    if policy.routing_replay != "none" and parallel.pipeline > 1 and recomputes_experts:
+        yield (
+            'policy.recompute_granularity is "selective" and policy.routing_replay '
+            f'"{policy.routing_replay}": experts that are computed again alone, between other '
+            "micro-batches of a pipeline, do not know theirs. Set "
+            "policy.recompute_granularity=full, policy.transformer_impl=local, "
+            "parallel.pipeline=1, or policy.routing_replay=none."
         )
 
 
@@ -155,7 +169,8 @@ def routing_warnings(policy: PolicyConfig, shape: ModelShape) -> list[str]:
         'policy.routing_replay="none" with a mixture of experts: engine and training round '
         "differently and may send a token to other experts, and training runs of large mixtures "
         "have collapsed so. policy.routing_replay=engine (on CPU) trains the experts that sampled, "
-        "policy.routing_replay=old those of a step's start (docs/algorithm.md)."
+        "policy.routing_replay=old (with several updates a step) those of a step's start "
+        "(docs/algorithm.md)."
     ]
 
 

@@ -359,7 +359,8 @@ CONFLICTS = (
     Conflict(
         when=lambda config: [config.policy.routing_replay == "engine", config.rollout.ranks],
         text='policy.routing_replay is "engine" and rollout.ranks {rollout.ranks}: engines on ranks '
-        "of their own send no routes yet. Set rollout.ranks=0, or policy.routing_replay=old.",
+        "of their own send no routes yet. Set rollout.ranks=0, or policy.routing_replay=none (or "
+        "old, with several updates a step).",
     ),
     Conflict(
         when=lambda config: [
@@ -368,13 +369,13 @@ CONFLICTS = (
         ],
         text='policy.routing_replay is "engine" and rollout.tail "{rollout.tail}": routes of '
         "completions that are sampled in slices are not kept yet. Set rollout.tail=wait, or "
-        "policy.routing_replay=old.",
+        "policy.routing_replay=none (or old, with several updates a step).",
     ),
     Conflict(
         when=lambda config: [config.policy.routing_replay == "engine", config.tools.format],
         text='policy.routing_replay is "engine" and tools.format "{tools.format}": routes of '
         "completions that call tools are not kept yet. Set tools.format=null, or "
-        "policy.routing_replay=old.",
+        "policy.routing_replay=none (or old, with several updates a step).",
     ),
     Conflict(
         when=lambda config: [config.policy.routing_replay != "none", config.parallel.context > 1],
@@ -384,25 +385,13 @@ CONFLICTS = (
     ),
     Conflict(
         when=lambda config: [
-            config.policy.routing_replay != "none",
-            config.parallel.pipeline > 1,
-            config.policy.recompute_granularity == "selective",
-        ],
-        text='policy.recompute_granularity is "selective" and policy.routing_replay '
-        '"{policy.routing_replay}": experts that are computed again alone, between other '
-        "micro-batches of a pipeline, do not know theirs. Set "
-        "policy.recompute_granularity=full, parallel.pipeline=1, or policy.routing_replay=none.",
-    ),
-    Conflict(
-        when=lambda config: [
             config.policy.routing_replay == "old",
             any([not config.algorithm.recomputes, config.on_policy]),
         ],
-        text='policy.routing_replay is "old", and no pass recomputes log-probs whose experts an '
-        "update could take. Needed are algorithm.recompute_logprobs=true without "
-        "algorithm.proximal_logprobs=interpolate, and several updates a step "
-        "(algorithm.n_minibatches or algorithm.epochs above 1). Set these, or "
-        "policy.routing_replay=none.",
+        text='policy.routing_replay is "old", and no pass before the update recomputes log-probs, '
+        "whose experts it could take. Set algorithm.recompute_logprobs=true without "
+        "algorithm.proximal_logprobs=interpolate, and algorithm.n_minibatches or algorithm.epochs "
+        "above 1, or policy.routing_replay=none.",
     ),
     Conflict(
         when=lambda config: [config.validation.keep_best, not config.validation.every_steps],
@@ -655,6 +644,14 @@ UNUSED = (
     ),
 )
 DOUBTFUL = (
+    Doubt(
+        when=lambda config: [
+            config.policy.routing_replay == "engine",
+            config.telemetry.capture_steps,
+        ],
+        text="telemetry.capture_steps: a capture has no routes, so that rlmath replay makes the "
+        "update with policy.routing_replay=none alone, and other experts than the run's.",
+    ),
     Doubt(
         when=lambda config: [config.rollout.tail == "carry", config.rollout.max_staleness == 0],
         text='rollout.tail="carry" carries nothing with rollout.max_staleness=0: a step finishes '

@@ -125,7 +125,7 @@ class RlmathCPUWorker(CPUWorker):
         runners = [module for module in self.get_model().modules() if isinstance(module, MoERunner)]
         router: Any = runners[0].router
         slots = self.model_runner.kv_cache_config.num_blocks * self._block_table.block_size
-        # The last row takes what has no slot, which is number -1.
+        # All layers have experts. The last row takes what has no slot, which is number -1.
         self._routes = torch.zeros(
             slots + 1,
             len(runners),

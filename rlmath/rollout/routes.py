@@ -42,6 +42,11 @@ class RouteStore:
         assert place.rank == self._rank, f"{place} is not on rank {self._rank}"
         return self._routes[place.number]
 
+    @property
+    def bytes(self) -> int:
+        """What all of them take (bytes)."""
+        return sum(routes_NLK.nbytes for routes_NLK in self._routes)
+
     def clear(self) -> None:
         """Forget the step's routes."""
         self._routes.clear()

@@ -150,7 +150,7 @@ class GrpoTrainer(PolicyTrainer):
             selection.learned, number, own_advantages, routes=self.engines.routes
         )
         if self.engines.routes is not None:
-            self.engines.routes.clear()
+            self.engines.routes.clear()  # a skipped update has fetched none
         with self.timers.phase("capture"):
             self.recorder.after_update(update)
         self.move_reference(number + 1)

@@ -48,8 +48,8 @@ class UpdateRecord:
 
     It is estimated from sampled tokens."""
     routing: dict[str, float] = field(default_factory=dict)
-    """The sums of `models.routing.COUNTS` over all ranks, of the step's first passes that replayed
-    routes; empty where none did."""
+    """The sums of `models.routing.COUNTS` over all ranks, of the engines' routes in the first pass
+    that replayed them, or of the policy's own in all updates; empty where nothing is replayed."""
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:

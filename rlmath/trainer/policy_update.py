@@ -316,7 +316,7 @@ class PolicyUpdater:
             )
             return UpdateRecord([], means_PG, None)
         packed = self.pack(scored, means_PG, routes)
-        packed, logprobs = self.recorded_logprobs(packed)
+        packed, logprobs = self.replayed_logprobs(packed)
         counts = self.routing_counts()
         shaped = Advantages(packed.batches, means_PG)
         for part in self.parts(number):
@@ -326,8 +326,12 @@ class PolicyUpdater:
             self.actor.learner.step_version = self.actor.learner.updates
             minibatches = self.minibatches(packed, logprobs, shaped)
             orders = packed.orders(algorithm.epochs, algorithm.shuffle)
+            routing = self.actor.forward_backward.routing
+            replays_old = self.config.policy.routing_replay == "old"
             with self.timers.phase("update"), self.offload.on_device("teacher_head"):
                 for minibatch in (minibatches[index] for order in orders for index in order):
+                    if routing is not None:
+                        routing.is_counting = not counts and (replays_old or not results)
                     result = self.actor.learner.learn(
                         minibatch.batches,
                         minibatch.old,
@@ -346,7 +350,7 @@ class PolicyUpdater:
                         )
                         if algorithm.early_stop_action == "end" and not result.overflowed:
                             break
-        later_counts = self.routing_counts()
+            counts = counts or self.routing_counts()
         return UpdateRecord(
             results,
             shaped.means_PG,
@@ -355,7 +359,7 @@ class PolicyUpdater:
             critic_results=list(shaped.critic_results),
             critic_metrics=dict(shaped.critic_metrics),
             teacher_kl=shaped.teacher_kl,
-            routing=counts if counts.get("pairs") else later_counts,
+            routing=counts,
         )
 
     def has_no_gradient(self, means_PG: Sequence[Sequence[float]]) -> bool:
@@ -380,8 +384,8 @@ class PolicyUpdater:
     ) -> PackedStep:
         """This data-parallel rank's micro-batches, with the engines' routes where they replay them.
 
-        All tokens of a completion have its advantage. ValueError without such routes. A collective
-        with them."""
+        All tokens of a completion have its advantage. A collective with such routes, which `routes`
+        hold no longer."""
         with self.timers.phase("pack"):
             algorithm = self.config.algorithm
             needs_lag = algorithm.recompute_logprobs and algorithm.proximal_logprobs != "recompute"
@@ -389,45 +393,50 @@ class PolicyUpdater:
             samples = make_samples(scored.groups, means_PG, version, is_void=self.is_void)
             packed = self.pack_minibatches(samples, scored.number)
             batches = list(chain.from_iterable(packed))
-            if self.config.policy.routing_replay == "engine":
-                batches = self.fetch_routes(batches, samples, routes)
+            if routes is not None:
+                batches = self.with_fetched_routes(batches, samples, routes)
         bounds = pairwise(accumulate(map(len, packed), initial=0))
         slices = tuple(slice(start, end) for start, end in bounds)
         seed = step_seed(self.config.run.seed, scored.number)
         return PackedStep(scored, batches, slices, seed=seed)
 
-    def fetch_routes(
-        self, batches: Sequence[MicroBatch], samples: Sequence[Sample], routes: RouteStore | None
+    def with_fetched_routes(
+        self, batches: Sequence[MicroBatch], samples: Sequence[Sample], routes: RouteStore
     ) -> list[MicroBatch]:
-        """The micro-batches with their samples' routes.
+        """The micro-batches with their samples' routes, and an empty store.
 
-        ValueError where an engine has recorded none. A collective."""
+        A collective."""
         routing = self.actor.forward_backward.routing
         assert routing is not None
         fetched = fetch_routes(
-            routes or RouteStore(self.mesh.rank),
+            routes,
             routes_needed(batches, samples),
             routing.layers,
             experts_per_token=self.shape.experts_per_token,
             dtype=expert_dtype(self.shape.num_experts),
         )
+        routes.clear()
         return [with_routes(batch, samples, fetched) for batch in batches]
 
     def routing_counts(self) -> dict[str, float]:
-        """What replayed passes since the last call have counted, over all ranks.
+        """What passes that replay have counted, over all ranks, and the end of counting.
 
-        Empty where nothing is replayed. A collective."""
+        Empty where none has. A collective."""
         routing = self.actor.forward_backward.routing
         if routing is None:
             return {}
-        return reduce_over_ranks(routing.pop_counts(), {})[0]
+        counts = reduce_over_ranks(routing.pop_counts(), {})[0]
+        return counts if counts["pairs"] else {}
 
-    def recorded_logprobs(self, packed: PackedStep) -> tuple[PackedStep, StepLogprobs]:
-        """`logprobs`, and the step, which replays the routes of that pass where it is to.
+    def replayed_logprobs(self, packed: PackedStep) -> tuple[PackedStep, StepLogprobs]:
+        """`logprobs`, counting what differs, and the step, which replays their routes if it is to.
 
         A collective."""
         routing = self.actor.forward_backward.routing
-        if routing is None or self.config.policy.routing_replay != "old":
+        if routing is None:
+            return packed, self.logprobs(packed)
+        if self.config.policy.routing_replay == "engine":
+            routing.is_counting = True
             return packed, self.logprobs(packed)
         with routing.recording():
             logprobs = self.logprobs(packed)

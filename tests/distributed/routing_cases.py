@@ -8,18 +8,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from rlmath.algorithms.types import Prompt, RoutesAt
-from rlmath.config.schema import RewardConfig, RolloutConfig
+from rlmath.algorithms.types import Completion, Prompt, RoutesAt, Score, ScoredGroup
+from rlmath.config.schema import AlgorithmConfig, RewardConfig, RolloutConfig
 from rlmath.data.packing import MicroBatch
 from rlmath.data.routes import with_routes
 from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.distributed.ranks import environment_rank, environment_world_size
+from rlmath.rollout.routes import RouteStore
 from tests.distributed.policy_cases import (
     Case,
     Stage,
@@ -60,6 +63,7 @@ def passes(policy: Policy) -> Passes:
     """A pass for log-probs and one with gradients, both with the policy's routes."""
     stage = build(policy.folder, replace(policy.case, optimizer="sgd"), routing_replay="engine")
     batches = _routed(stage, policy.routes)
+    stage.actor.forward_backward.routing.is_counting = True
     logprobs = _logprobs(stage, batches)
     counts = _counts(stage)
     learner = stage.actor.learner
@@ -90,6 +94,81 @@ def old_routes(
     again = _logprobs(stage, batches)
     load_hf_weights(stage.actor.chunks, str(other_folder), stage.shape, mesh=stage.mesh)
     return first, again, _logprobs(stage, batches)
+
+
+def reference_logprobs(policy: Policy) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
+    """Log-probs of a reference that is the policy without its adapters, without and with routes.
+
+    The policy has replayed those before."""
+    from rlmath.models.build import build_reference
+
+    stage = build(policy.folder, policy.case, routing_replay="engine")
+    reference = build_reference(
+        stage.config, stage.shape, stage.mesh, stage.device, (1,), stage.actor
+    )
+    plain = _routed(stage, None)
+    plain_logprobs = reference.logprobs(plain)
+    routed = _routed(stage, policy.routes)
+    _logprobs(stage, routed)
+    return by_sample(plain, plain_logprobs), by_sample(routed, reference.logprobs(routed))
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step with the first of SAMPLES in two minibatches, one after the other."""
+
+    samples: int
+    replay: Literal["engine", "old"]
+    recomputes: bool = True
+
+
+def step(policy: Policy, step: Step) -> tuple[dict[str, float], int]:
+    """What the step's update has counted, and the bytes that this rank's store has kept.
+
+    In turn the ranks hold the routes of a sample."""
+    from rlmath.models.offload import training_sets
+    from rlmath.trainer.policy_update import PolicyUpdater
+
+    assert policy.routes is not None
+    stage = build(policy.folder, policy.case, routing_replay=step.replay)
+    mesh = stage.mesh
+    algorithm = AlgorithmConfig(n_minibatches=2, shuffle=False, recompute_logprobs=step.recomputes)
+    store = RouteStore(mesh.rank)
+    groups = []
+    for number, sample in enumerate(SAMPLES[: step.samples]):
+        routes = policy.routes[number]
+        holder = number % mesh.world_size
+        place = RoutesAt(holder, number // mesh.world_size, len(routes))
+        if holder == mesh.rank:
+            assert store.keep(routes) == place
+        completion = Completion(
+            0,
+            sample.completion_ids,
+            sample.behaviour_logprobs,
+            text="",
+            finish_reason="stop",
+            policy_version=0,
+            routes_at=place,
+        )
+        prompt = Prompt(f"q-{number}", "?", tuple(sample.prompt_ids), ("1",), task="math")
+        score = Score(1.0, correct=True, extracted="", verdict="string")
+        groups.append(ScoredGroup(prompt, (completion,), (score,)))
+    updater = PolicyUpdater(
+        replace(stage.config, algorithm=algorithm),
+        stage.shape,
+        mesh,
+        stage.actor,
+        reference=None,
+        offload=training_sets(stage.actor, None, stage.config.memory, stage.device),
+        timers=PhaseTimers(),
+    )
+    record = updater.update(
+        groups,
+        0,
+        own_advantages=[[sample.advantage] for sample in SAMPLES[: step.samples]],
+        routes=store if step.replay == "engine" else None,
+    )
+    return record.routing, store.bytes
 
 
 def _routed(stage: Stage, routes: Sequence[Tensor] | None) -> list[MicroBatch]:
@@ -124,7 +203,7 @@ ROLLOUT = RolloutConfig(
 
 @dataclass(frozen=True)
 class Sampling:
-    """What an engine is to sample: two greedy completions of each prompt."""
+    """What an engine is to sample: two completions of each prompt."""
 
     settings: RolloutConfig
     prompts: list[tuple[int, ...]]
@@ -147,8 +226,8 @@ def recorded(folder: Path, sampling: Sampling) -> Recording:
     from rlmath.rollout import engine as engine_module
     from rlmath.rollout.sampling import Request
 
-    engine_module.CPU_CHUNKED_PREFILL = sampling.splits_prompts
-    engine, _ = _open_engine(folder, sampling.settings, engine_size=1)
+    with mock.patch.object(engine_module, "CPU_CHUNKED_PREFILL", sampling.splits_prompts):
+        engine, _ = _open_engine(folder, sampling.settings, engine_size=1)
     scheduler = engine._llm.llm_engine.engine_core.engine_core.scheduler
     schedule = scheduler.schedule
     scheduled = []
@@ -163,17 +242,17 @@ def recorded(folder: Path, sampling: Sampling) -> Recording:
         Request(
             key=(p, g),
             token_ids=prompt,
-            seed=0,
-            min_new_tokens=0,
+            seed=2 * p + g,
+            min_new_tokens=sampling.settings.max_new_tokens,
             max_new_tokens=sampling.settings.max_new_tokens,
-            temperature=0.0,
+            # vLLM splits no prompt on CPU whose completion has a seed.
+            temperature=0.0 if sampling.splits_prompts else 1.0,
         )
         for p, prompt in enumerate(sampling.prompts)
         for g in range(2)
     ]
     ended = list(engine.running_completions(with_routes=True).sample(requests))
     engine.close()
-    engine_module.CPU_CHUNKED_PREFILL = False
     return Recording(
         [[*ending.request.token_ids, *ending.completion.token_ids] for ending in ended],
         [ending.routes for ending in ended if ending.routes is not None],
@@ -210,7 +289,7 @@ def _open_engine(folder: Path, settings: RolloutConfig, engine_size: int) -> tup
 
 
 def collected_and_fetched(folder: Path, engine_size: int) -> tuple[list[int], list[Any]]:
-    """A rollout's completions, and their routes as a rank fetches them.
+    """A rollout's completions, after a validation, and their routes as a rank fetches them.
 
     Each rank fetches those of every second completion, of two layers, in an order of its own; last
     come all layers of the completions that it holds, and the messages are of a few tokens.
@@ -219,10 +298,9 @@ def collected_and_fetched(folder: Path, engine_size: int) -> tuple[list[int], li
     from rlmath.rewards.reward_manager import open_reward_workers
     from rlmath.rollout import routes as routes_module
     from rlmath.rollout.collector import CollectGroups, Collector
-    from rlmath.rollout.routes import RouteStore, fetch_routes
+    from rlmath.rollout.routes import fetch_routes
     from rlmath.rollout.sampling import RolloutSeed, training_sampling
 
-    routes_module.MESSAGE_BYTES = 1000
     engine, mesh = _open_engine(folder, ROLLOUT, engine_size)
     pool = open_reward_workers(RewardConfig()) if mesh.is_engine_leader else None
     store = RouteStore(mesh.rank)
@@ -243,7 +321,8 @@ def collected_and_fetched(folder: Path, engine_size: int) -> tuple[list[int], li
     places = [completion.routes_at for completion in completions]
     needed = [place for place in places[mesh.rank :: 2] if place is not None]
     needed.reverse()
-    fetched = fetch_routes(store, needed, (3, 1), experts_per_token=3, dtype=torch.uint8)
+    with mock.patch.object(routes_module, "MESSAGE_BYTES", 1000):
+        fetched = fetch_routes(store, needed, (3, 1), experts_per_token=3, dtype=torch.uint8)
     rows = []
     for group in groups:
         for completion in group.completions:

@@ -15,7 +15,7 @@ from tests.distributed import oracle, routing_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.routed_model import Ids, RoutedModel, ids_of
-from tests.distributed.routing_cases import SAMPLES, Policy, Sampling
+from tests.distributed.routing_cases import SAMPLES, Policy, Sampling, Step
 from tests.distributed.test_moe import in_files
 from tests.distributed.test_parity import assert_close
 from tests.selection import matrix
@@ -24,11 +24,13 @@ from tests.tiny_models import make_model_folder
 pytestmark = pytest.mark.distributed
 
 ALONE = Case(max_tokens=64)
+FILLED = Case(data=2, expert=2, max_tokens=64)
+"""Two ranks, of which one has an empty micro-batch where a minibatch has one sample."""
 RECOMPUTED = Case(recompute=True, max_tokens=64)
 LAYOUTS = [
     ALONE,
     RECOMPUTED,
-    Case(data=2, expert=2, max_tokens=64),
+    FILLED,
     pytest.param(Case(tensor=2, sequence=True, expert=2, max_tokens=64), marks=matrix),
     pytest.param(Case(pipeline=2, virtual_pipeline=2, recompute=True, max_tokens=64), marks=matrix),
 ]
@@ -114,6 +116,50 @@ def check_counts(counts: dict[str, float], pair: Pair, routed: RoutedModel) -> N
     assert counts["differing_tokens"] / counts["tokens"] == pytest.approx(float(shares[1]))
 
 
+@pytest.mark.parametrize(
+    ("step", "counted"),
+    [(Step(3, "engine"), 3), (Step(3, "engine", recomputes=False), 2)],
+    ids=["recomputing", "not"],
+)
+def test_a_step_counts_what_differs_in_its_first_pass_and_keeps_no_routes(
+    ranks: RankPool, pair: Pair, step: Step, counted: int
+) -> None:
+    """By the weights that have sampled; the first of its minibatches has two of three samples."""
+    policy = Policy(pair.policy, FILLED, pair.routes_of_samples())
+    results = ranks.run(2, routing_cases.step, policy, step)
+    assert [kept_bytes for _, kept_bytes in results] == [0, 0]
+    counts = results[0][0]
+    routed = RoutedModel(pair.policy, pair.routes)
+    differs_TL = torch.cat(
+        [
+            (routed.routes_of(ids) != pair.routes[ids]).any(-1)
+            for ids in (ids_of(sample) for sample in SAMPLES[:counted])
+        ]
+    )
+    assert counts["pairs"] == differs_TL.numel()
+    assert counts["differing_pairs"] == differs_TL.sum()
+    assert counts["tokens"] == len(differs_TL)
+    assert counts["differing_tokens"] == differs_TL.any(1).sum()
+
+
+def test_the_updates_that_replay_their_own_pass_count_all_tokens_of_samples(
+    ranks: RankPool, pair: Pair
+) -> None:
+    """Not those of the micro-batch that fills up a rank's."""
+    policy = Policy(pair.policy, FILLED, pair.routes_of_samples())
+    (counts, _), _ = ranks.run(2, routing_cases.step, policy, Step(3, "old"))
+    assert counts["tokens"] == sum(sample.length for sample in SAMPLES[:3])
+    assert 0 < counts["differing_tokens"] < counts["tokens"]
+
+
+def test_a_reference_of_the_same_weights_routes_by_itself(ranks: RankPool, pair: Pair) -> None:
+    case = replace(ALONE, lora="attention", optimizer="adam", distributed=False)
+    policy = Policy(pair.policy, case, pair.routes_of_samples())
+    ((plain, routed),) = ranks.run(1, routing_cases.reference_logprobs, policy)
+    assert routed == plain
+    assert distance(plain, RoutedModel(pair.policy)) < 1e-5
+
+
 def test_nothing_changes_to_the_bit_where_both_sides_choose_alike(
     ranks: RankPool, pair: Pair
 ) -> None:
@@ -169,6 +215,8 @@ def test_an_engine_records_the_experts_of_every_token_that_it_reads(
     (recording,) = ranks.run(
         1, routing_cases.recorded, pair.sampler, Sampling(ENGINES[name], prompts, splits_prompts)
     )
+    alike = 8 - len(set(map(tuple, recording.token_ids)))
+    assert alike == (4 if splits_prompts else 0), "completions are alike where they are greedy"
     model = RoutedModel(pair.sampler)
     for ids, routes in zip(recording.token_ids, recording.routes, strict=True):
         assert torch.equal(routes.sort(-1)[0], model.routes_of(ids))
@@ -189,11 +237,11 @@ def test_routes_stay_where_they_were_sampled_until_a_rank_fetches_them(
         2, routing_cases.collected_and_fetched, pair.sampler, engine_size
     )
     model = RoutedModel(pair.sampler)
-    holders = set()
+    numbers: dict[int, list[int]] = {}
     for number, (ids, place, held, fetched) in enumerate(rows):
         _, other_place, other_held, other_fetched = other_rows[number]
         assert place == other_place and place.tokens == lengths[number] - 1
-        holders.add(place.rank)
+        numbers.setdefault(place.rank, []).append(place.number)
         routes = model.routes_of(ids)
         assert (held is None) != (other_held is None), "one rank holds them"
         whole = other_held if held is None else held
@@ -201,4 +249,6 @@ def test_routes_stay_where_they_were_sampled_until_a_rank_fetches_them(
         part = other_fetched if fetched is None else fetched
         assert (fetched is None) == bool(number % 2) != (other_fetched is None)
         assert torch.equal(part.sort(-1)[0], routes[:, [3, 1]])
-    assert holders == ({0} if engine_size == 2 else {0, 1})
+    assert sorted(numbers) == ([0] if engine_size == 2 else [0, 1])
+    # The validation before it has kept none.
+    assert all(sorted(kept) == list(range(len(kept))) for kept in numbers.values())

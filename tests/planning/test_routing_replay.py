@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 
 from rlmath.config.load import load_config
-from rlmath.config.schema import PolicyConfig
+from rlmath.config.schema import ParallelConfig, PolicyConfig
 from rlmath.planning.checks import device_problems
 from rlmath.planning.model_checks import routing_warnings
 from rlmath.planning.setting_tables import conflicts
@@ -20,26 +22,26 @@ TWO_UPDATES = "algorithm.n_minibatches=2"
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        ([ENGINE, "rollout.ranks=2"], "Set rollout.ranks=0, or policy.routing_replay=old."),
-        ([ENGINE, "rollout.tail=carry"], "Set rollout.tail=wait, or policy.routing_replay=old."),
-        ([ENGINE, "tools.format=fence"], "Set tools.format=null, or policy.routing_replay=old."),
+        (
+            [ENGINE, "rollout.ranks=2"],
+            "Set rollout.ranks=0, or policy.routing_replay=none (or old, with",
+        ),
+        (
+            [ENGINE, "rollout.tail=carry"],
+            "Set rollout.tail=wait, or policy.routing_replay=none (or",
+        ),
+        (
+            [ENGINE, "tools.format=fence"],
+            "Set tools.format=null, or policy.routing_replay=none (or",
+        ),
         (
             [ENGINE, "parallel.context=2"],
             "Set parallel.context=1, or policy.routing_replay=none.",
         ),
-        (
-            [
-                OLD,
-                TWO_UPDATES,
-                "parallel.pipeline=2",
-                "policy.recompute_granularity=selective",
-            ],
-            "Set policy.recompute_granularity=full, parallel.pipeline=1, or",
-        ),
-        ([OLD], "several updates a step (algorithm.n_minibatches or algorithm.epochs above 1)"),
+        ([OLD], "and algorithm.n_minibatches or algorithm.epochs above 1, or policy"),
         (
             [OLD, TWO_UPDATES, "algorithm.recompute_logprobs=false"],
-            "Needed are algorithm.recompute_logprobs=true",
+            "Set algorithm.recompute_logprobs=true",
         ),
     ],
 )
@@ -57,8 +59,22 @@ def test_replay_needs_experts_and_an_engine_that_records_them() -> None:
     (problem,) = problems_of_shapes(replaying, QWEN_7B)
     assert "a Qwen2ForCausalLM has no experts to replay. Set policy.routing_replay=none" in problem
     (problem,) = device_problems(replaying, QWEN_30B_A3B, on_gpu=True)
-    assert "engines on GPU record no routes yet. Set policy.routing_replay=old" in problem
+    assert "engines on GPU record no routes yet. Set policy.routing_replay=none" in problem
     assert device_problems(replaying, QWEN_30B_A3B, on_gpu=True, kind="sft") == []
+
+
+def test_experts_that_are_computed_again_alone_in_a_pipeline_cannot_replay() -> None:
+    def problems(impl: Literal["transformer_engine", "local"], on_gpu: bool = True) -> list[str]:
+        policy = PolicyConfig(
+            routing_replay="old", recompute_granularity="selective", transformer_impl=impl
+        )
+        replaying = config(policy=policy, parallel=ParallelConfig(pipeline=2))
+        told = device_problems(replaying, QWEN_30B_A3B, on_gpu)
+        return [problem for problem in told if "computed again alone" in problem]
+
+    (problem,) = problems("transformer_engine")
+    assert "Set policy.recompute_granularity=full, policy.transformer_impl=local" in problem
+    assert problems("local") == problems("transformer_engine", on_gpu=False) == []
 
 
 def test_a_mixture_without_replay_is_told_what_it_risks() -> None:

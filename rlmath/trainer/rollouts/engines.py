@@ -171,7 +171,7 @@ class ColocatedEngines(Engines):
             weight_shapes=engine_shapes(shape, mesh.engine_size, adapters=adapters),
             stop_token_ids=inputs.stop_token_ids,
             keeps_weights=keeps_weights,
-            records_routes=self.routes is not None,
+            records_routes=self.routes is not None and mesh.is_engine_leader,
         )
         if config.rollout.tail == "carry" and not self.engine.continues_noise:
             raise ValueError(
@@ -244,6 +244,7 @@ class ColocatedEngines(Engines):
             monitor=monitor,
             timers=self._timers,
             device=device,
+            kept_bytes=lambda: 0 if self.routes is None else self.routes.bytes,
         )
 
     def _generating(self, version: int, step: int) -> AbstractContextManager[None]:
