@@ -145,7 +145,7 @@ def test_a_step_counts_what_differs_in_its_first_pass_and_keeps_no_routes(
 def test_the_updates_that_replay_their_own_pass_count_all_tokens_of_samples(
     ranks: RankPool, pair: Pair
 ) -> None:
-    """Not those of the micro-batch that fills up a rank's."""
+    """An empty micro-batch has none."""
     policy = Policy(pair.policy, FILLED, pair.routes_of_samples())
     (counts, _), _ = ranks.run(2, routing_cases.step, policy, Step(3, "old"))
     assert counts["tokens"] == sum(sample.length for sample in SAMPLES[:3])
