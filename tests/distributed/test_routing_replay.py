@@ -124,7 +124,7 @@ def check_counts(counts: dict[str, float], pair: Pair, routed: RoutedModel) -> N
 def test_a_step_counts_what_differs_in_its_first_pass_and_keeps_no_routes(
     ranks: RankPool, pair: Pair, step: Step, counted: int
 ) -> None:
-    """By the weights that have sampled; the first of its minibatches has two of three samples."""
+    """Counts are those of its first weights; its first minibatch has two of three samples."""
     policy = Policy(pair.policy, FILLED, pair.routes_of_samples())
     results = ranks.run(2, routing_cases.step, policy, step)
     assert [kept_bytes for _, kept_bytes in results] == [0, 0]

@@ -10,10 +10,11 @@ from rlmath.config.load import load_config
 from rlmath.config.schema import ParallelConfig, PolicyConfig
 from rlmath.planning.checks import device_problems
 from rlmath.planning.model_checks import routing_warnings
-from rlmath.planning.setting_tables import conflicts
+from rlmath.planning.setting_tables import conflicts, doubts
 from tests.planning.of_policy import problems_of_shapes
 from tests.planning.test_memory_estimate import QWEN_7B, QWEN_30B_A3B, config
 
+PATHS = ("run.output_dir=o", "model.path=m", "data.train_path=t")
 ENGINE = "policy.routing_replay=engine"
 OLD = "policy.routing_replay=old"
 TWO_UPDATES = "algorithm.n_minibatches=2"
@@ -46,11 +47,10 @@ TWO_UPDATES = "algorithm.n_minibatches=2"
     ],
 )
 def test_what_cannot_be_replayed_is_refused_with_what_can(overrides: list[str], told: str) -> None:
-    paths = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
-    (problem,) = conflicts(load_config([], [*paths, *overrides]))
+    (problem,) = conflicts(load_config([], [*PATHS, *overrides]))
     assert problem.startswith("policy.") and told in problem
     others = [override for override in overrides if "routing_replay" not in override]
-    assert list(conflicts(load_config([], [*paths, *others]))) == []
+    assert list(conflicts(load_config([], [*PATHS, *others]))) == []
 
 
 def test_replay_needs_experts_and_an_engine_that_records_them() -> None:
@@ -82,3 +82,10 @@ def test_a_mixture_without_replay_is_told_what_it_risks() -> None:
     assert "have collapsed so. policy.routing_replay=engine" in warning
     assert routing_warnings(PolicyConfig(routing_replay="old"), QWEN_30B_A3B) == []
     assert routing_warnings(PolicyConfig(), QWEN_7B) == []
+
+
+def test_a_captured_step_is_told_to_have_no_routes() -> None:
+    captured = [*PATHS, "telemetry.capture_steps=[1]"]
+    (told,) = doubts(load_config([], [*captured, ENGINE]))
+    assert told.startswith("telemetry.capture_steps: a capture has no routes")
+    assert list(doubts(load_config([], captured))) == []
