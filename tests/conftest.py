@@ -36,10 +36,11 @@ BESIDE_UNIT_TESTS = (
     "test_staged_run.py",
 )
 """Modules whose programs run in the first session of `make test`, so that both take as long."""
-KEEPS_ITS_GRAPH = "test_moe.py"
+DISTRIBUTED = Path(__file__).parent / "distributed"
+KEEP_THEIR_GRAPH = (DISTRIBUTED / "test_moe.py", DISTRIBUTED / "test_routing_replay.py")
 """Megatron's token dispatcher keeps the graph of its last forward pass, so the model and its
 process groups, where no collection of garbage sees it: their threads end with the processes, so
-this module is the last to use them."""
+these modules are the last to use them."""
 
 
 def uses_pool(item: pytest.Item) -> bool:
@@ -64,7 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     So its processes live no longer than they are used: threads of gloo's that are left over wake up
     a hundred times a second, which takes a quarter of two cores from other tests."""
     use_pool = {test.path for test in items if uses_pool(test)}
-    items.sort(key=lambda test: (test.path in use_pool, test.path.name == KEEPS_ITS_GRAPH))
+    items.sort(key=lambda test: (test.path in use_pool, test.path in KEEP_THEIR_GRAPH))
 
 
 def pytest_collection_finish() -> None:

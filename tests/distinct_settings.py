@@ -24,7 +24,7 @@ stages: steps=[111,112] max_new_tokens=[113,114] max_tokens_per_microbatch=[115,
 parallel: data=117 tensor=118 pipeline=119 virtual_pipeline=120 first_stage_layers=121 last_stage_layers=122
     context=123 expert=124 expert_tensor=125 sequence=true
 policy: max_tokens_per_microbatch=126 transformer_impl=local dtype=float16 head_dtype=float32
-    recompute_granularity=full recompute_method=block recompute_num_layers=127
+    recompute_granularity=full recompute_method=block recompute_num_layers=127 routing_replay=old
 optimizer: kind=sgd lr=0.128 min_lr=0.0129 warmup_steps=130 decay=linear weight_decay=0.131 adam_beta1=0.732
     adam_beta2=0.833 adam_eps=0.00134 clip_grad=0.535 distributed=false initial_loss_scale=0.273 loss_scale_window=274
     overlap_grad_reduce=true

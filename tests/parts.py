@@ -39,6 +39,7 @@ PARTS = {
                     "offload",
                     "optimizer",
                     "parity",
+                    "routing_replay",
                     "sft",
                     "teacher",
                     "update",
@@ -96,6 +97,7 @@ PARTS = {
     "run": (
         *("run", "trainer", "replay", "telemetry", "test_divergence.py", "test_end_to_end.py"),
         *("test_everything_on.py", "test_rollback.py", "test_staged_run.py", "test_teacher_run.py"),
+        "test_routing_run.py",
         "test_tools_run.py",
         "test_train_sft.py",
     ),

@@ -96,6 +96,18 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
+class RoutesAt:
+    """The place of the experts that an engine has sent a completion's tokens to."""
+
+    rank: int
+    """The rank that holds them; they are too many for every rank."""
+    number: int
+    """Their number on that rank, in this step."""
+    tokens: int
+    """Tokens that have experts: prompt and completion but the last, which no pass has read."""
+
+
+@dataclass(frozen=True)
 class Completion:
     """One sampled answer."""
 
@@ -122,6 +134,8 @@ class Completion:
     From an engine there is at least one segment. Without any, all tokens are sampled."""
     calls: tuple[ToolCall, ...] = ()
     """Its calls of tools, in order."""
+    routes_at: RoutesAt | None = field(default=None, compare=False)
+    """The place of its experts in the step that sampled it; None: they were not recorded."""
 
     @property
     def sampled(self) -> list[bool] | None:
@@ -377,6 +391,8 @@ class Sample:
     """How many optimizer steps each completion token's weights are behind the step's first ones.
 
     None: not asked for."""
+    routes_at: RoutesAt | None = None
+    """`Completion.routes_at`."""
 
     @property
     def length(self) -> int:

@@ -350,6 +350,11 @@ class PolicyConfig:
     recompute_num_layers: PositiveInt | None = None
     """Layers that are recomputed together with "full" ("uniform"; divides those of every pipeline
     stage or chunk), or layers of each of them that are recomputed ("block")."""
+    routing_replay: Literal["none", "engine", "old"] = "none"
+    """Models with experts: which experts the policy sends its tokens to in training: those that it
+    chooses itself ("none"); those that the engine chose when it sampled, for the log-probs of a
+    step's start and for the update ("engine", R3 of arXiv:2510.11370; on CPU so far); or those of
+    the pass that recomputes log-probs, for the update ("old", R2). See docs/algorithm.md."""
 
 
 @dataclass(frozen=True)

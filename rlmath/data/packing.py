@@ -63,6 +63,11 @@ class MicroBatch:
     """int64, `Sample.lag` of completion tokens, else 0; None: not asked for."""
     penalty_T: torch.Tensor | None = None
     """float32, weight of abs(log policy - log proximal) in the loss; None: nowhere."""
+    experts_TLK: torch.Tensor | None = None
+    """Experts of every token in each layer of this rank, which the policy replays (`data.routes`);
+    of this rank's tokens alone where its own pass has recorded them. None: it routes by itself."""
+    is_routed_T: torch.Tensor | None = None
+    """bool, whether a token has experts; None where `experts_TLK` is."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """A copy with its tensors on a device.
@@ -77,6 +82,11 @@ class MicroBatch:
             if isinstance(attribute, torch.Tensor)
         }
         return replace(self, **moved)
+
+    @property
+    def sample_tokens(self) -> int:
+        """Tokens of samples; those of padding stand behind them."""
+        return self.bounds[len(self.sample_indices)]
 
     @property
     def n_segments(self) -> int:

@@ -35,6 +35,7 @@ from rlmath.models.logprobs import MinTokensMask
 from rlmath.models.lora import WithoutAdapters, add_adapters
 from rlmath.models.megatron import Recompute, build_chunks, transformer_config, wrap_for_training
 from rlmath.models.optimizer import LossScale, build_optimizer, build_scheduler
+from rlmath.models.routing import RoutingReplay
 from rlmath.models.teacher import Teacher
 
 logger = logging.getLogger(__name__)
@@ -59,10 +60,13 @@ def build_actor(
     chunks, wrapped, optimizer = _trained_chunks(
         config, shape, mesh, device=device, optimizer=config.optimizer, lora=config.lora
     )
+    forward_backward = _as_the_engine(
+        config, wrapped, mesh, device, vocab_size=shape.vocab_size, stops=stop_token_ids
+    )
+    if config.policy.routing_replay != "none":
+        forward_backward.routing = RoutingReplay(chunks, mesh, shape.num_experts)
     learner = GrpoLearner(
-        _as_the_engine(
-            config, wrapped, mesh, device, vocab_size=shape.vocab_size, stops=stop_token_ids
-        ),
+        forward_backward,
         optimizer,
         build_scheduler(config.optimizer, optimizer, total_updates),
         settings=loss_settings(config.algorithm, config.teacher),

@@ -41,6 +41,7 @@ from rlmath.models.logprobs import (
     shift_to_tokens,
 )
 from rlmath.models.packed_sequences import PackedSequences, pack_sequences
+from rlmath.models.routing import RoutingReplay
 
 NO_MASK = MinTokensMask()
 
@@ -96,6 +97,8 @@ class ForwardBackward:
         self.temperature = temperature
         self.vocab_size = vocab_size
         self.min_tokens_mask = min_tokens_mask
+        self.routing: RoutingReplay | None = None
+        """Replays the routes of micro-batches; None: the model routes by itself."""
         self.on_microbatch: Callable[[], None] = lambda: None
         """Called for every micro-batch: progress for the heartbeat."""
         self._busy_seconds = 0.0
@@ -117,6 +120,8 @@ class ForwardBackward:
             get_model_config(self.chunks[0]).finalize_model_grads_func = self._finalize_gradients
         self._busy_until = None
         started = time.perf_counter()
+        if self.routing is not None:
+            self.routing.begin()
         with self._known_shapes(batches, forward_only):
             results = get_forward_backward_func()(
                 forward_step_func=partial(self._forward_step, on_logits, forward_only),
@@ -128,6 +133,8 @@ class ForwardBackward:
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
             )
+        if self.routing is not None:
+            self.routing.end()
         self._busy_seconds += (self._busy_until or self._now()) - started
         return results
 
@@ -192,10 +199,16 @@ class ForwardBackward:
     ) -> tuple[Tensor, Callable[..., Any]]:
         """Megatron's forward step: a micro-batch through a chunk, and what makes its loss."""
         index, batch = next(batches)
+        if self.routing is None:
+            batch = replace(batch, experts_TLK=None, is_routed_T=None)
         batch = batch.to(self.device.torch_device)
         self.on_microbatch()
         token_ids, positions, packing = self._inputs(batch)
+        if self.routing is not None:
+            packing.routing = self.routing.batch_routing(index, batch)
         output = model(token_ids[None], positions[None], None, packed_seq_params=packing)
+        if self.routing is not None and model is self.chunks[-1]:
+            self.routing.end_forward(index)
         if self.mesh.is_last_stage and model is self.chunks[-1]:
             output = output.squeeze(0)
             if forward_only:

@@ -20,6 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from rlmath.models.rotary import Rotary
+from rlmath.models.routing import BatchRouting
 
 BUCKET_FILL = 0.75
 """A segment joins a bucket only if it fills at least this share of the bucket's longest segment."""
@@ -150,6 +151,8 @@ class PackedSequences(PackedSeqParams):
     cos: Tensor | None = None
     sin: Tensor | None = None
     """Cosine and sine of every token's rotary angles, [T, 1, F]."""
+    routing: BatchRouting | None = None
+    """Experts that the layers replay or record; None: they route by themselves."""
     _by_length: dict[
         tuple[int, int, int], tuple[ShortSegments | None, tuple[SegmentBucket, ...]]
     ] = field(default_factory=dict, init=False, repr=False)

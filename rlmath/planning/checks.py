@@ -112,6 +112,7 @@ def check_replay(config: Config, world_size: int, samples: bool) -> RunShapes:
     else:
         problems += machine_problems(config, shape)
         problems += _folder_problems(config, shape)
+        problems += model_checks.uncaptured_route_problems(config.policy)
     return _fitting_shapes(
         "this replay", problems, config=config, inspected=inspected, world_size=world_size
     )
@@ -226,6 +227,7 @@ def shape_problems(config: Config, inspected: InspectedShapes, kind: Kind = "grp
     return [
         *problems,
         *model_checks.engine_adapter_problems(config.lora),
+        *model_checks.routing_problems(config.policy, shapes.policy),
         *model_checks.critic_layout_problems(
             inspected, config.critic, config.parallel, policy=config.policy
         ),
@@ -259,6 +261,8 @@ def device_problems(
         )
     if shape is not None:
         problems += parallelism.rotary_problems(config.policy, shape, on_gpu)
+    if kind == "grpo" and on_gpu:
+        problems += model_checks.route_problems_of_gpus(config.policy, config.parallel)
     if kind == "grpo" and shape is not None and not on_gpu:
         problems += rollouts.of_longest_stage(
             config,
@@ -575,7 +579,9 @@ def _preset_problems(config: Config) -> Iterator[str]:
 
 
 _SFT_SETTINGS = """
-run. model. parallel. policy. lora.rank lora.alpha lora.target optimizer. sft. save. data.train_path
+run. model. parallel. policy.max_tokens_per_microbatch policy.transformer_impl policy.dtype policy.head_dtype
+policy.recompute_granularity policy.recompute_method policy.recompute_num_layers
+lora.rank lora.alpha lora.target optimizer. sft. save. data.train_path
 data.more_train_paths data.train_weights
 data.template data.chat_template data.chat_template_kwargs data.system_prompt data.prompts_per_step
 data.max_unusable_share data.shuffle algorithm.rollback algorithm.rollback_lr_factor memory.gpu memory.gpu_gib

@@ -1,4 +1,4 @@
-"""Problems of the settings of a run's critic, teacher and adapters.
+"""Problems of the settings of a run's critic, teacher, adapters and experts.
 
 `parallel` lays both out as it does the policy, so that all must allow the layout. Tokens are
 compared one by one: a teacher with another tokenizer would score other texts than the policy
@@ -115,6 +115,63 @@ def length_problems(config: Config, shapes: RunShapes) -> Iterator[str]:
                 "sum, or take "
                 f"another {model}."
             )
+
+
+# ---------------------------------------------------------------- experts
+
+
+def routing_problems(policy: PolicyConfig, shape: ModelShape) -> Iterator[str]:
+    """Problems of `policy.routing_replay` for a policy of this shape."""
+    if policy.routing_replay != "none" and not shape.num_experts:
+        yield (
+            f'policy.routing_replay is "{policy.routing_replay}", and a {shape.architecture} has '
+            "no experts to replay. Set policy.routing_replay=none."
+        )
+
+
+def route_problems_of_gpus(policy: PolicyConfig, parallel: ParallelConfig) -> Iterator[str]:
+    """Problems of routes that engines are to record, or layers to replay, on GPUs."""
+    if policy.routing_replay == "engine":
+        yield (
+            'policy.routing_replay is "engine", and engines on GPU record no routes yet. Set '
+            "policy.routing_replay=none, or with several updates a step old, which replays the "
+            "policy's own of the step's start."
+        )
+    # Local layers recompute their attention alone.
+    recomputes_experts = (
+        policy.recompute_granularity == "selective"
+        and policy.transformer_impl == "transformer_engine"
+    )
+    if policy.routing_replay != "none" and parallel.pipeline > 1 and recomputes_experts:
+        yield (
+            'policy.recompute_granularity is "selective" and policy.routing_replay '
+            f'"{policy.routing_replay}": experts that are computed again alone, between other '
+            "micro-batches of a pipeline, do not know theirs. Set "
+            "policy.recompute_granularity=full, policy.transformer_impl=local, "
+            "parallel.pipeline=1, or policy.routing_replay=none."
+        )
+
+
+def uncaptured_route_problems(policy: PolicyConfig) -> Iterator[str]:
+    """Problems of the replay of a captured update, which has no routes of engines."""
+    if policy.routing_replay == "engine":
+        yield (
+            'policy.routing_replay is "engine", and a capture has no routes. Set '
+            "policy.routing_replay=none, with which tokens may take other experts than in the run."
+        )
+
+
+def routing_warnings(policy: PolicyConfig, shape: ModelShape) -> list[str]:
+    """What a run of a mixture of experts risks without replay."""
+    if policy.routing_replay != "none" or not shape.num_experts:
+        return []
+    return [
+        'policy.routing_replay="none" with a mixture of experts: engine and training round '
+        "differently and may send a token to other experts, and training runs of large mixtures "
+        "have collapsed so. policy.routing_replay=engine (on CPU) trains the experts that sampled, "
+        "policy.routing_replay=old (with several updates a step) those of a step's start "
+        "(docs/algorithm.md)."
+    ]
 
 
 # ---------------------------------------------------------------- teacher

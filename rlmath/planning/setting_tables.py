@@ -357,6 +357,43 @@ CONFLICTS = (
         "the former.",
     ),
     Conflict(
+        when=lambda config: [config.policy.routing_replay == "engine", config.rollout.ranks],
+        text='policy.routing_replay is "engine" and rollout.ranks {rollout.ranks}: engines on ranks '
+        "of their own send no routes yet. Set rollout.ranks=0, or policy.routing_replay=none (or "
+        "old, with several updates a step).",
+    ),
+    Conflict(
+        when=lambda config: [
+            config.policy.routing_replay == "engine",
+            config.rollout.tail != "wait",
+        ],
+        text='policy.routing_replay is "engine" and rollout.tail "{rollout.tail}": routes of '
+        "completions that are sampled in slices are not kept yet. Set rollout.tail=wait, or "
+        "policy.routing_replay=none (or old, with several updates a step).",
+    ),
+    Conflict(
+        when=lambda config: [config.policy.routing_replay == "engine", config.tools.format],
+        text='policy.routing_replay is "engine" and tools.format "{tools.format}": routes of '
+        "completions that call tools are not kept yet. Set tools.format=null, or "
+        "policy.routing_replay=none (or old, with several updates a step).",
+    ),
+    Conflict(
+        when=lambda config: [config.policy.routing_replay != "none", config.parallel.context > 1],
+        text='policy.routing_replay is "{policy.routing_replay}" and parallel.context '
+        "{parallel.context}: routes are not split over context ranks yet. Set parallel.context=1, "
+        "or policy.routing_replay=none.",
+    ),
+    Conflict(
+        when=lambda config: [
+            config.policy.routing_replay == "old",
+            any([not config.algorithm.recomputes, config.on_policy]),
+        ],
+        text='policy.routing_replay is "old", and no pass before the update recomputes log-probs, '
+        "whose experts it could take. Set algorithm.recompute_logprobs=true without "
+        "algorithm.proximal_logprobs=interpolate, and algorithm.n_minibatches or algorithm.epochs "
+        "above 1, or policy.routing_replay=none.",
+    ),
+    Conflict(
         when=lambda config: [config.validation.keep_best, not config.validation.every_steps],
         text="validation.keep_best needs accuracies to compare. Set validation.every_steps, or "
         "keep_best=false.",
@@ -607,6 +644,14 @@ UNUSED = (
     ),
 )
 DOUBTFUL = (
+    Doubt(
+        when=lambda config: [
+            config.policy.routing_replay == "engine",
+            config.telemetry.capture_steps,
+        ],
+        text="telemetry.capture_steps: a capture has no routes, so that rlmath replay makes the "
+        "update with policy.routing_replay=none alone, and other experts than the run's.",
+    ),
     Doubt(
         when=lambda config: [config.rollout.tail == "carry", config.rollout.max_staleness == 0],
         text='rollout.tail="carry" carries nothing with rollout.max_staleness=0: a step finishes '

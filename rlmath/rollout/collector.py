@@ -40,6 +40,7 @@ from rlmath.rewards.reward_manager import UNSCORED, RewardManager, RewardWorkers
 from rlmath.rewards.several_rewards import takes_groups
 from rlmath.rollout.called_completions import check_lost
 from rlmath.rollout.engine import Engine
+from rlmath.rollout.routes import RouteStore
 from rlmath.rollout.sampling import Key, Request, RolloutSeed, SamplingSettings, group_requests
 from rlmath.rollout.work_queue import EngineUsage, WorkQueue
 
@@ -100,11 +101,13 @@ class Collector:
         pool: RewardWorkers | None,
         scorer: RewardWorkers | None = None,
         has_scorer: bool = False,
+        routes: RouteStore | None = None,
     ) -> None:
         """Every rank makes one, one at a time: a rollout's number names its keys in the store.
 
         `scorer` decides what is right in validation where the `pool` does not: ranks with a pool
-        have one if the run `has_scorer`."""
+        have one if the run `has_scorer`. `routes` keep the experts of what this rank's engine
+        samples in training, where it records them."""
         assert (pool is not None) == mesh.is_engine_leader, (
             "the leading rank of an engine has the reward workers"
         )
@@ -116,6 +119,7 @@ class Collector:
         self._pool = pool
         self._scorer = scorer
         self._has_scorer = has_scorer
+        self._routes = routes
         self._rollouts = 0
 
     def collect(self, command: CollectGroups) -> Rollout:
@@ -199,7 +203,13 @@ class Collector:
         by_group = self._takes_groups(validates)
         gathered = all_gather_objects(
             self._sample(
-                by_key, work_queue, progress, step=step, rewards=rewards, by_group=by_group
+                by_key,
+                work_queue,
+                progress,
+                step=step,
+                rewards=rewards,
+                by_group=by_group,
+                routes=None if validates else self._routes,
             )
         )
         progress.close()
@@ -249,6 +259,7 @@ class Collector:
         step: int,
         rewards: RewardManager | None,
         by_group: bool,
+        routes: RouteStore | None,
     ) -> tuple[dict[Key, PartialCompletion | Completion], dict[Key, Score], EngineUsage | None]:
         """What this rank's engine samples, the scores of finished completions, and its usage.
 
@@ -267,12 +278,17 @@ class Collector:
         started = time.perf_counter()
         completions: dict[Key, PartialCompletion | Completion] = {}
         tokenizer = None if rewards is None else self.tokenizer
-        running = self._engine.running_completions(step, tokenizer, submit)
+        with_routes = rewards is not None and routes is not None
+        running = self._engine.running_completions(step, tokenizer, submit, with_routes=with_routes)
         for ended in running.sample(work_queue):
             progress.add_one()
             progress.tick()
             before = len(by_key[ended.request.key].request.so_far.token_ids)
-            completions[ended.request.key] = _without_first(ended.completion, before)
+            completion = _without_first(ended.completion, before)
+            if routes is not None and ended.routes is not None:
+                assert isinstance(completion, Completion)
+                completion = replace(completion, routes_at=routes.keep(ended.routes))
+            completions[ended.request.key] = completion
         seconds = time.perf_counter() - started
         usage = work_queue.usage(seconds, running.usage.waiting_seconds)
         if rewards is None:

@@ -1,13 +1,15 @@
 """vLLM's CPU worker, with changes for an engine inside of a training rank.
 
 Its KV cache can be freed, its shared memory leaves no files behind, a norm is one operation, an
-adapter few products, and the sampler's noise follows from a request's seed and position.
+adapter few products, the sampler's noise follows from a request's seed and position, and the
+experts that tokens are sent to are kept where that is asked for.
 
 vLLM imports it by its name (`worker_cls`), in the process of the training rank. It is a module of
 its own because vLLM may be imported only after `engine.prepare_environment`.
 """
 
-# Shape legend: R requests of a step of the engine, T tokens, V vocabulary.
+# Shape legend: R requests of a step of the engine, T tokens, V vocabulary, L layers, K experts of a
+# token in a layer.
 
 from __future__ import annotations
 
@@ -22,11 +24,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from rlmath.data.routes import expert_dtype
 from rlmath.rollout.engine_sleep import cache_storages
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -112,6 +116,43 @@ class RlmathCPUWorker(CPUWorker):
             seeds_R[row] = generator.initial_seed()
         positions_R = self.model_runner.input_batch.num_tokens_no_spec[:rows]
         return torch.from_numpy(noise_seeds(seeds_R, positions_R))
+
+    def record_routes(self) -> None:
+        """Keep the experts of every token that is computed, by its slot of the KV cache.
+
+        So they are there for a prompt that others have computed, in several pieces or again after a
+        preemption. Call it once the KV cache is allocated."""
+        runners = [module for module in self.get_model().modules() if isinstance(module, MoERunner)]
+        router: Any = runners[0].router
+        slots = self.model_runner.kv_cache_config.num_blocks * self._block_table.block_size
+        # All layers have experts. The last row takes what has no slot, which is number -1.
+        self._routes = torch.zeros(
+            slots + 1,
+            len(runners),
+            router.top_k,
+            dtype=expert_dtype(router.global_num_experts),
+        )
+        for runner in runners:
+            runner.router.set_capture_fn(partial(self._keep_routes, runner.layer_id))
+
+    @property
+    def _block_table(self) -> Any:
+        return self.model_runner.input_batch.block_table[0]
+
+    def _keep_routes(self, layer: int, experts_TK: torch.Tensor) -> None:
+        slots_T = self._block_table.slot_mapping.gpu[: len(experts_TK)]
+        self._routes[slots_T, layer] = experts_TK.to(self._routes.dtype)
+
+    def routes_of(self, name: str, tokens: int) -> torch.Tensor:
+        """Experts of a request's first tokens, [T, L, K].
+
+        Call it before the engine's next step, which may give the request's blocks to others."""
+        row = self.model_runner.input_batch.req_id_to_index[name]
+        table = self._block_table
+        positions_T = np.arange(tokens)
+        blocks_T = table.get_numpy_array()[row, positions_T // table.block_size]
+        slots_T = blocks_T.astype(np.int64) * table.block_size + positions_T % table.block_size
+        return self._routes[torch.from_numpy(slots_T)]
 
     def release_kv_cache(self) -> None:
         storages = cache_storages(self)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from rlmath.algorithms.types import Completion
@@ -241,6 +242,7 @@ class Engine:
         stop_token_ids: Sequence[int] | None = None,
         adapter: Path | None = None,
         keeps_weights: bool = False,
+        records_routes: bool = False,
     ) -> None:
         """`max_sequence` is the longest prompt plus completion (tokens).
 
@@ -249,6 +251,7 @@ class Engine:
         `load_weights` it starts with the weights of the folder, and with the adapters of the PEFT
         folder `adapter`, else with adapters of zeros; with `keeps_weights` the weights stay while
         it sleeps. `stop_token_ids` end a completion; None: those of the folder's own chat template.
+        One that `records_routes` keeps the experts of each token, on CPU alone.
         """
         prepare_environment(device.kind)
         self._settings = settings
@@ -271,6 +274,8 @@ class Engine:
             load_adapter(self._llm, adapter)
         elif self._adapter is not None:
             hold_adapter(self._llm)
+        if records_routes:
+            self._llm.collective_rpc("record_routes")
         (model,) = self._llm.collective_rpc(lambda worker: worker.get_model())
         self.weights = EngineWeights(model, weight_shapes)
         self.memory = EngineMemory(
@@ -307,10 +312,12 @@ class Engine:
         tokenizer: PreTrainedTokenizerFast | None = None,
         score: Callable[[Request, Completion], None] = lambda request, completion: None,
         keeps_cache: bool = False,
+        with_routes: bool = False,
     ) -> RunningCompletions:
         """A new `RunningCompletions`, which samples with the engine's weights.
 
-        `step` is the step, counted from 0, that samples."""
+        `step` is the step, counted from 0, that samples. With `with_routes`, for which the
+        engine must record them, completions end with their routes."""
         return RunningCompletions(
             self._llm,
             self._settings,
@@ -320,7 +327,12 @@ class Engine:
             on_step=lambda: self.on_step(),
             keeps_cache=keeps_cache,
             tools=self.tools,
+            routes_of=self._routes_of if with_routes else None,
         )
+
+    def _routes_of(self, name: str, tokens: int) -> Tensor:
+        (routes_TLK,) = self._llm.collective_rpc("routes_of", args=(name, tokens))
+        return routes_TLK
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs (nats, temperature 1) of every token but the first of each sequence."""

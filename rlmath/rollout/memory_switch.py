@@ -49,14 +49,19 @@ class MemorySwitch:
         monitor: MemoryMonitor,
         timers: PhaseTimers,
         device: Device,
+        kept_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`sync(step)` writes the policy's weights into the engine's; `engine` is asleep."""
+        """`sync(step)` writes the policy's weights into the engine's; `engine` is asleep.
+
+        `kept_bytes` are what this rank keeps of the samples for training (bytes of the device's
+        memory): they are planned by no phase, and count in none."""
         self._engine = engine
         self._training = training
         self._sync = sync
         self._monitor = monitor
         self._timers = timers
         self._device = device
+        self._kept_bytes = kept_bytes
         self.broken = False
         """Whether a cycle has failed: `generating` raises RuntimeError then."""
         self._releases = True
@@ -79,7 +84,7 @@ class MemorySwitch:
             self._release()
             # No comparison with earlier steps: on CPU the KV cache takes memory up to where it was
             # ever filled.
-            self._monitor.observe("generate", device_bytes(self._device), against_earlier=False)
+            self._monitor.observe("generate", self._held_bytes(), against_earlier=False)
             with self._phase("sleep"):
                 self._engine.memory.sleep()
             with self._phase("restore"):
@@ -147,7 +152,10 @@ class MemorySwitch:
         with self._timers.phase(name):
             yield
             self._release()
-        self._monitor.observe(name, device_bytes(self._device))
+        self._monitor.observe(name, self._held_bytes())
+
+    def _held_bytes(self) -> int:
+        return device_bytes(self._device) - self._kept_bytes()
 
     def _release(self) -> None:
         """Return what allocators have cached to the system, in the cycles `_to_generation` chose.

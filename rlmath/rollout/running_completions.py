@@ -33,6 +33,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from rlmath.algorithms.types import Completion, FinishReason, PartialCompletion
@@ -66,6 +67,10 @@ class Ended:
     """The request as it goes on: with what is sampled, and what is left of its slice."""
     completion: PartialCompletion | Completion
     """All of it; partial where its slice ended first."""
+    routes: Tensor | None = None
+    """Experts of its prompt and its tokens but the last, [tokens, layers, experts of a token].
+
+    None: they were not asked for."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,7 @@ class RunningCompletions:
         on_step: Callable[[], None] = lambda: None,
         keeps_cache: bool = False,
         tools: CalledCompletions | None = None,
+        routes_of: Callable[[str, int], Tensor] | None = None,
     ) -> None:
         """`settings` give the distribution where a request does not set its own.
 
@@ -154,7 +160,8 @@ class RunningCompletions:
         a tokenizer, as on ranks that do not lead their engine, neither happens. `on_step` is called
         before each step. With `keeps_cache`, completions keep their KV cache when new weights come:
         those begun later do not share its blocks. `tools` answer calls; nothing of the engine may
-        be waiting for one."""
+        be waiting for one. `routes_of` gives the experts of a request's first tokens, by its name
+        and their number, which must all be of these weights: no completion is interrupted."""
         self._core = llm.llm_engine.engine_core
         self._scheduler = (
             self._core.engine_core.scheduler
@@ -165,6 +172,7 @@ class RunningCompletions:
         self._on_step = on_step
         self._keeps_cache = keeps_cache
         self._tools = tools
+        self._routes_of = routes_of
         self._decoding: dict[str, _Decoding] = {}
         self.weights = weights
         """Set them when the engine gets new ones, after `keep_tokens` or inside `interrupted`."""
@@ -246,6 +254,8 @@ class RunningCompletions:
                 called[output.request_id] = decoding, calls
             elif output.finished:
                 del self._decoding[output.request_id]
+                if self._routes_of is not None:  # its blocks are its own until the next step
+                    decoding.routes = self._routes_of(output.request_id, decoding.length - 1)
                 ended.append((decoding, str(output.finish_reason)))
         usage.busy_seconds += time.perf_counter() - started
         return [
@@ -305,7 +315,8 @@ class RunningCompletions:
         request = decoding.request.with_more(decoding.sampled(self.weights))
         if not stopped and request.so_far.n_sampled < request.max_new_tokens:
             return self._leave(request)
-        return self._finish(request, "stop" if stopped else "length")
+        ended = self._finish(request, "stop" if stopped else "length")
+        return replace(ended, routes=decoding.routes)
 
     def _leave(self, request: Request) -> Ended:
         """The completion at the end of its slice, unfinished.
@@ -368,6 +379,14 @@ class _Decoding:
     request: Request
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
+    routes: Tensor | None = None
+    """`Ended.routes`."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and of all that is sampled."""
+        request = self.request
+        return len(request.token_ids) + len(request.so_far.token_ids) + len(self.token_ids)
 
     def add(self, output: Any) -> None:
         """Add the tokens of a vLLM `EngineCoreOutput`."""

@@ -44,6 +44,7 @@ from rlmath.planning import checks
 from rlmath.planning.machine_room import OVERSUBSCRIBE, room_advice, room_problems, this_machine
 from rlmath.planning.memory_estimate import Target, mesh_of
 from rlmath.planning.memory_fit import GIB, host_bytes, planned_target, start_up_lines
+from rlmath.planning.model_checks import routing_warnings
 from rlmath.planning.parallelism import planned_ranks, roles
 from rlmath.planning.reward_checks import hook_lines, reward_lines
 from rlmath.planning.setting_warnings import config_warnings
@@ -394,6 +395,16 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
             f"  a critic of {parameter_count(critic) / 1e9:.3g} B parameters learns from the "
             "same minibatches"
         )
+    shape = plan.shapes.policy
+    if config.policy.routing_replay != "none":
+        token_bytes = shape.num_layers * shape.experts_per_token * (1 + (shape.num_experts > 256))
+        whose = (
+            "the engines chose" if config.policy.routing_replay == "engine" else "it chose first"
+        )
+        yield (
+            f"  the policy replays the experts that {whose}, {token_bytes:,} bytes a token on the "
+            "ranks that have it"
+        )
     if config.selection.dynamic_sampling is not None:
         extra = counted(config.selection.max_extra_prompts, "prompt")
         yield f"  dynamic sampling may ask for up to {extra} more a step"
@@ -557,6 +568,8 @@ def _warnings(plan: RunPlan) -> Iterator[str]:
     for problem in plan.not_here:
         yield f"a start on this machine would be refused: {problem}"
     yield from config_warnings(config, plan.unused, parameter_count(plan.shapes.policy))
+    if plan.kind == "grpo":
+        yield from routing_warnings(config.policy, plan.shapes.policy)
     if plan.target.total_bytes is None:
         planned_format = number_format(config.policy.dtype, plan.target.kind)
         yield (

@@ -46,6 +46,7 @@ from rlmath.distributed.rendezvous import MissingRanksError, Rendezvous, open_re
 from rlmath.planning.checks import check_config, only_used
 from rlmath.planning.memory_estimate import mesh_of, training_ranks
 from rlmath.planning.memory_fit import start_up_lines
+from rlmath.planning.model_checks import routing_warnings
 from rlmath.planning.parallelism import roles
 from rlmath.planning.reward_checks import hook_lines
 from rlmath.planning.setting_warnings import config_warnings
@@ -100,6 +101,7 @@ def _prepare(settings: Config, kind: Kind) -> PreparedRun[Any]:
     data = try_data(config, shape, run_data, checks_data=is_first, calls_functions=is_first)
     lines = (
         *config_warnings(config, unused, parameter_count(shape)),
+        *(routing_warnings(config.policy, shape) if kind == "grpo" else ()),
         *data.lines,
         *hook_lines(config, kind),
         *length_stage_lines(config),

@@ -45,6 +45,7 @@ from rlmath.trainer.metrics import (
     pace_metrics,
     part_metrics,
     rollout_metrics,
+    routing_metrics,
     selection_metrics,
     teacher_metrics,
     teaching_metrics,
@@ -145,7 +146,11 @@ class GrpoTrainer(PolicyTrainer):
             self.recorder.before_update(
                 number, stage.number, selection, own_advantages=own_advantages
             )
-        update = self.updaters[stage.number].update(selection.learned, number, own_advantages)
+        update = self.updaters[stage.number].update(
+            selection.learned, number, own_advantages, routes=self.engines.routes
+        )
+        if self.engines.routes is not None:
+            self.engines.routes.clear()  # a skipped update has fetched none
         with self.timers.phase("capture"):
             self.recorder.after_update(update)
         self.move_reference(number + 1)
@@ -184,7 +189,7 @@ class GrpoTrainer(PolicyTrainer):
             metrics |= wait_metrics(rollout.rounds)
         in_loss = self.teacher is not None and self.config.teacher.loss == "full"
         metrics |= teaching_metrics(update, sampled=len(selection.sampled), every_group=in_loss)
-        metrics |= update.critic_metrics
+        metrics |= update.critic_metrics | routing_metrics(update.routing)
         if self.teacher is not None:
             metrics |= teacher_metrics(update)
         metrics |= mismatch_metrics(update.results, only_first=not algorithm.recomputes)

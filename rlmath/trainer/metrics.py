@@ -47,6 +47,9 @@ class UpdateRecord:
     """KL(policy || teacher) per token (nats), where the teacher is in the advantages.
 
     It is estimated from sampled tokens."""
+    routing: dict[str, float] = field(default_factory=dict)
+    """The sums of `models.routing.COUNTS` over all ranks, of the engines' routes in the first pass
+    that replayed them, or of the policy's own in all updates; empty where nothing is replayed."""
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
@@ -295,6 +298,18 @@ def teacher_metrics(record: UpdateRecord) -> dict[str, float]:
 def _mean(results: Sequence[MinibatchResult], name: str, weight_name: str = "tokens") -> float:
     total = sum(result.sums[name] for result in results)
     return total / sum(result.sums[weight_name] for result in results)
+
+
+def routing_metrics(counts: Mapping[str, float]) -> dict[str, float]:
+    """How often the policy would have chosen other experts than those that it replays (0 to 1).
+
+    A share of (token, layer) pairs, and of tokens, which differ where any layer does."""
+    if not counts.get("pairs"):
+        return {}
+    return {
+        "routing/differing_choices": counts["differing_pairs"] / counts["pairs"],
+        "routing/differing_tokens": counts["differing_tokens"] / counts["tokens"],
+    }
 
 
 def mismatch_metrics(results: Sequence[MinibatchResult], only_first: bool) -> dict[str, float]:

@@ -36,6 +36,8 @@ from rlmath.data.dataset import Inputs, most_critic_updates, most_updates
 from rlmath.data.micro_batches import plan_minibatches, training_cost
 from rlmath.data.order import Rollback
 from rlmath.data.packing import MicroBatch, pack
+from rlmath.data.routes import expert_dtype, routes_needed, with_routes
+from rlmath.distributed.collectives import reduce_over_ranks
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.models.build import (
@@ -53,6 +55,7 @@ from rlmath.models.learner import MinibatchResult
 from rlmath.models.offload import OffloadSets, SetName, training_sets
 from rlmath.models.teacher import Teacher, TeacherStates
 from rlmath.rewards.several_rewards import named_rewards, summed_rewards
+from rlmath.rollout.routes import RouteStore, fetch_routes
 from rlmath.telemetry.events import event
 from rlmath.trainer.base import Trainer
 from rlmath.trainer.context import RankContext
@@ -291,12 +294,14 @@ class PolicyUpdater:
         groups: Sequence[ScoredGroup],
         number: int,
         own_advantages: list[list[float]] | None = None,
+        routes: RouteStore | None = None,
     ) -> UpdateRecord:
         """Learn from the groups of step `number`.
 
-        `own_advantages` are those of a function of the user's, if there is one. A minibatch whose
-        ratio leaves its bounds is discarded. Without any completion, or where the loss would have
-        no gradient, nothing happens. A collective."""
+        `own_advantages` are those of a function of the user's, if there is one; `routes` hold what
+        this rank's engine has recorded, where it does. A minibatch whose ratio leaves its bounds is
+        discarded. Without any completion, or where the loss would have no gradient, nothing
+        happens. A collective."""
         algorithm = self.config.algorithm
         scored = self.score(groups, number)
         means_PG = own_advantages
@@ -310,8 +315,9 @@ class PolicyUpdater:
                 "step %d: %s", number + 1, details, extra=event("skipped update", number + 1)
             )
             return UpdateRecord([], means_PG, None)
-        packed = self.pack(scored, means_PG)
-        logprobs = self.logprobs(packed)
+        packed = self.pack(scored, means_PG, routes)
+        packed, logprobs = self.replayed_logprobs(packed)
+        counts = self.routing_counts()
         shaped = Advantages(packed.batches, means_PG)
         for part in self.parts(number):
             shaped = part.apply(packed, logprobs, shaped)
@@ -320,8 +326,12 @@ class PolicyUpdater:
             self.actor.learner.step_version = self.actor.learner.updates
             minibatches = self.minibatches(packed, logprobs, shaped)
             orders = packed.orders(algorithm.epochs, algorithm.shuffle)
+            routing = self.actor.forward_backward.routing
+            replays_old = self.config.policy.routing_replay == "old"
             with self.timers.phase("update"), self.offload.on_device("teacher_head"):
                 for minibatch in (minibatches[index] for order in orders for index in order):
+                    if routing is not None:
+                        routing.is_counting = not counts and (replays_old or not results)
                     result = self.actor.learner.learn(
                         minibatch.batches,
                         minibatch.old,
@@ -340,6 +350,7 @@ class PolicyUpdater:
                         )
                         if algorithm.early_stop_action == "end" and not result.overflowed:
                             break
+            counts = counts or self.routing_counts()
         return UpdateRecord(
             results,
             shaped.means_PG,
@@ -348,6 +359,7 @@ class PolicyUpdater:
             critic_results=list(shaped.critic_results),
             critic_metrics=dict(shaped.critic_metrics),
             teacher_kl=shaped.teacher_kl,
+            routing=counts,
         )
 
     def has_no_gradient(self, means_PG: Sequence[Sequence[float]]) -> bool:
@@ -364,22 +376,71 @@ class PolicyUpdater:
         rewards_PG = [summed_rewards(group, self.config.reward) for group in groups]
         return ScoredStep(number, groups, rewards_PG, tokens_PG=token_counts(groups))
 
-    def pack(self, scored: ScoredStep, means_PG: Sequence[Sequence[float]]) -> PackedStep:
-        """This data-parallel rank's micro-batches.
+    def pack(
+        self,
+        scored: ScoredStep,
+        means_PG: Sequence[Sequence[float]],
+        routes: RouteStore | None = None,
+    ) -> PackedStep:
+        """This data-parallel rank's micro-batches, with the engines' routes where they replay them.
 
-        All tokens of a completion have its advantage."""
+        All tokens of a completion have its advantage. A collective with such routes, which `routes`
+        hold no longer."""
         with self.timers.phase("pack"):
             algorithm = self.config.algorithm
             needs_lag = algorithm.recompute_logprobs and algorithm.proximal_logprobs != "recompute"
             version = self.actor.learner.updates if needs_lag else None
-            packed = self.pack_minibatches(
-                make_samples(scored.groups, means_PG, version, is_void=self.is_void),
-                scored.number,
-            )
+            samples = make_samples(scored.groups, means_PG, version, is_void=self.is_void)
+            packed = self.pack_minibatches(samples, scored.number)
+            batches = list(chain.from_iterable(packed))
+            if routes is not None:
+                batches = self.with_fetched_routes(batches, samples, routes)
         bounds = pairwise(accumulate(map(len, packed), initial=0))
         slices = tuple(slice(start, end) for start, end in bounds)
         seed = step_seed(self.config.run.seed, scored.number)
-        return PackedStep(scored, list(chain.from_iterable(packed)), slices, seed=seed)
+        return PackedStep(scored, batches, slices, seed=seed)
+
+    def with_fetched_routes(
+        self, batches: Sequence[MicroBatch], samples: Sequence[Sample], routes: RouteStore
+    ) -> list[MicroBatch]:
+        """The micro-batches with their samples' routes, and an empty store.
+
+        A collective."""
+        routing = self.actor.forward_backward.routing
+        assert routing is not None
+        fetched = fetch_routes(
+            routes,
+            routes_needed(batches, samples),
+            routing.layers,
+            experts_per_token=self.shape.experts_per_token,
+            dtype=expert_dtype(self.shape.num_experts),
+        )
+        routes.clear()
+        return [with_routes(batch, samples, fetched) for batch in batches]
+
+    def routing_counts(self) -> dict[str, float]:
+        """What passes that replay have counted, over all ranks, and the end of counting.
+
+        Empty where none has. A collective."""
+        routing = self.actor.forward_backward.routing
+        if routing is None:
+            return {}
+        counts = reduce_over_ranks(routing.pop_counts(), {})[0]
+        return counts if counts["pairs"] else {}
+
+    def replayed_logprobs(self, packed: PackedStep) -> tuple[PackedStep, StepLogprobs]:
+        """`logprobs`, counting what differs, and the step, which replays their routes if it is to.
+
+        A collective."""
+        routing = self.actor.forward_backward.routing
+        if routing is None:
+            return packed, self.logprobs(packed)
+        if self.config.policy.routing_replay == "engine":
+            routing.is_counting = True
+            return packed, self.logprobs(packed)
+        with routing.recording():
+            logprobs = self.logprobs(packed)
+        return replace(packed, batches=routing.recorded(packed.batches)), logprobs
 
     def logprobs(self, packed: PackedStep) -> StepLogprobs:
         """Log-probs under the policy, where they are recomputed, and under the reference.
@@ -531,6 +592,7 @@ def make_samples(
             sampled=completion.sampled,
             learned=learned_tokens(group.prompt, completion, is_void),
             lag=None if version is None else completion.lag(version),
+            routes_at=completion.routes_at,
         )
         for group, row in zip(groups, advantages_PG, strict=True)
         for completion, advantage in zip(group.completions, row, strict=True)

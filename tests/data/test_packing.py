@@ -11,7 +11,7 @@ from rlmath.algorithms.losses import Normalisation
 from rlmath.algorithms.types import Sample
 from rlmath.data.packing import MicroBatch, pack
 
-TENSORS = [field.name for field in fields(MicroBatch) if field.name.endswith(("_T", "_S1"))]
+TENSORS = [field.name for field in fields(MicroBatch) if field.name.endswith(("_T", "_S1", "_TLK"))]
 
 ONE = Sample((7, 8), (9, 10, 11), (-0.5, -0.25, -1.0), advantage=1.5)
 TWO = Sample((20,), (21, 22), (-2.0, -3.0), advantage=-0.5)
@@ -80,7 +80,13 @@ class Moves(TorchFunctionMode):
 def test_a_device_takes_every_tensor_from_pinned_memory_while_the_host_goes_on(monkeypatch):
     """Nothing is pinned, which takes a GPU."""
     both = torch.zeros(5)
-    batch = replace(pack([ONE, TWO], [0, 1], 1), lag_T=both, penalty_T=both)
+    batch = replace(
+        pack([ONE, TWO], [0, 1], 1),
+        lag_T=both,
+        penalty_T=both,
+        experts_TLK=both,
+        is_routed_T=both,
+    )
     moves = Moves()
 
     def pin_memory(tensor):
@@ -95,7 +101,7 @@ def test_a_device_takes_every_tensor_from_pinned_memory_while_the_host_goes_on(m
         assert moves.noted == []
         moved = batch.to(torch.device("meta"))
     assert moves.noted == [("pin_memory", False), ("to", True)] * len(TENSORS)
-    assert len(TENSORS) == 11 and {getattr(moved, name).device.type for name in TENSORS} == {"meta"}
+    assert len(TENSORS) == 13 and {getattr(moved, name).device.type for name in TENSORS} == {"meta"}
     assert (moved.sample_indices, moved.loss_count, moved.max_seqlen) == ((0, 1), 5, 5)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from rlmath.config.help import all_settings
 from rlmath.config.load import load_config
-from rlmath.config.schema import Config, MemoryConfig, RolloutConfig
+from rlmath.config.schema import Config, MemoryConfig, PolicyConfig, RolloutConfig
 from rlmath.planning.checks import check_config, only_used, used_keys
 from rlmath.planning.memory_estimate import Target, mesh_of
 from rlmath.planning.memory_fit import GIB
@@ -46,14 +46,16 @@ def problems(place: list[str], *overrides: str, world_size: int = 4) -> str:
 
 def test_settings_without_effect_are_set_back_and_named() -> None:
     settings = Config(
-        rollout=RolloutConfig(group_size=3, temperature=0.5), memory=MemoryConfig(gpu_gib=80.0)
+        rollout=RolloutConfig(group_size=3, temperature=0.5),
+        memory=MemoryConfig(gpu_gib=80.0),
+        policy=PolicyConfig(routing_replay="old"),
     )
     config, unused = only_used(settings)
-    assert unused == ["rollout.group_size", "rollout.temperature"]
-    assert config == replace(settings, rollout=RolloutConfig())
+    assert unused == ["policy.routing_replay", "rollout.group_size", "rollout.temperature"]
+    assert config == replace(settings, rollout=RolloutConfig(), policy=PolicyConfig())
     assert only_used(config) == (config, [])
     assert config_warnings(config, unused)[0].endswith(
-        "training: rollout.group_size, rollout.temperature."
+        "training: policy.routing_replay, rollout.group_size, rollout.temperature."
     )
     assert config_warnings(config, []) == []
 

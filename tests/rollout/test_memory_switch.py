@@ -233,7 +233,9 @@ class SwitchRig:
             monitor=MemoryMonitor(2**40, stop=True, rank=0),
             timers=PhaseTimers(),
             device=CPU,
+            kept_bytes=lambda: self.kept_bytes,
         )
+        self.kept_bytes = 0
 
     def check_trains(self) -> None:
         """Training has its memory and its values; the engine has none."""
@@ -252,6 +254,16 @@ def test_memory_goes_to_the_engine_and_comes_back(monkeypatch: pytest.MonkeyPatc
             assert set(rig.sets.offloaded) == {"parameters", "gradients"}
         rig.check_trains()
     assert synced == [2, 3] and not rig.switch.broken
+
+
+@pytest.mark.usefixtures("process_group")
+def test_what_is_kept_of_the_samples_counts_in_no_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = SwitchRig(monkeypatch, lambda step: None)
+    with rig.switch.generating(8, 2):
+        rig.kept_bytes = 2**50
+    held = rig.switch.metrics()
+    assert held["memory/after_wake_gib"] > 0
+    assert max(held[f"memory/after_{phase}_gib"] for phase in ("generate", "sleep", "restore")) < 0
     metrics = rig.switch.metrics()
     phases = ("offload", "wake", "sync", "wake_kv_cache", "generate", "sleep", "restore")
     assert [name for name in metrics if name.startswith("memory/after_")] == [

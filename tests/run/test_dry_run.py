@@ -22,6 +22,7 @@ from rlmath.distributed.memory import total_bytes
 from rlmath.planning.checks import check_config
 from rlmath.run.dry_run import kept_checkpoints, needed_disk, plan_lines, plan_run
 from tests.terminal import on_terminal
+from tests.tiny_models import make_model_folder
 from tests.tool_models import make_chat_script_model, make_script_model
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -70,6 +71,12 @@ def bare_model(tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     folder = tmp_path_factory.mktemp("bare") / "model"
     shutil.copytree(tied_model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     return folder
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixture") / "model"
+    return make_model_folder(folder, architecture="Qwen3MoeForCausalLM")
 
 
 TINY = """
@@ -378,6 +385,25 @@ def test_partial_rollouts_are_told(dry):
     )
     assert expected in " ".join(out.split())
     assert "partial rollouts" not in dry(SMALL_R1)[1]
+
+
+@pytest.mark.parametrize(
+    ("replay", "told"),
+    [
+        ("none", 'policy.routing_replay="none" with a mixture of experts'),
+        ("engine", "replays the experts that the engines chose, 8 bytes a token"),
+    ],
+)
+def test_a_mixture_is_told_what_it_replays_or_what_it_risks(
+    dry, mixture: Path, replay: str, told: str
+) -> None:
+    """4 layers with 2 experts of a token."""
+    status, out, err = dry(
+        SMALL_R1, f"model.path={mixture}", f"policy.routing_replay={replay}", *TINY
+    )
+    assert (status, err) == (0, "")
+    text = " ".join(out.split())
+    assert told in text and ("with a mixture of experts" in text) == (replay == "none")
 
 
 def test_groups_in_flight_count_for_the_disk(dry):

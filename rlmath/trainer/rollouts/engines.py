@@ -39,6 +39,7 @@ from rlmath.rollout.engine_messages import End, NewWeights
 from rlmath.rollout.engine_tools import open_tools
 from rlmath.rollout.memory_monitor import MemoryMonitor
 from rlmath.rollout.memory_switch import CPU_COMPARES_EVERY, MemorySwitch
+from rlmath.rollout.routes import RouteStore
 from rlmath.rollout.weight_sync.logprob_probe import Probe, is_due
 from rlmath.rollout.weight_sync.offer import OfferPlans, WeightSender
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes, plan_sync
@@ -68,6 +69,8 @@ class Engines(ABC):
     rollouts: StepRollouts
     phase: ClassVar[str]
     """Name of a step's time for rollouts: "rollout", or "wait_for_groups" where it only waits."""
+    routes: RouteStore | None = None
+    """Experts of what this rank's engine has sampled in the step; None: they are not recorded."""
 
     def __init__(self, context: RankContext[Inputs], timers: PhaseTimers) -> None:
         self._config = context.config
@@ -156,6 +159,8 @@ class ColocatedEngines(Engines):
         shape = context.shapes.policy
         adapters = engine_adapters(shape, config.lora)
         keeps_weights = bool(adapters) and _keeps_weights(context)
+        if config.policy.routing_replay == "engine":
+            self.routes = RouteStore(mesh.rank)
         logger.info("Starting: importing vLLM, building the engine (seconds to minutes) ...")
         self.engine = Engine(
             config.model.path,
@@ -166,6 +171,7 @@ class ColocatedEngines(Engines):
             weight_shapes=engine_shapes(shape, mesh.engine_size, adapters=adapters),
             stop_token_ids=inputs.stop_token_ids,
             keeps_weights=keeps_weights,
+            records_routes=self.routes is not None and mesh.is_engine_leader,
         )
         if config.rollout.tail == "carry" and not self.engine.continues_noise:
             raise ValueError(
@@ -192,6 +198,7 @@ class ColocatedEngines(Engines):
             pool=context.workers,
             scorer=self._scorer,
             has_scorer=scorer_hook(config) is not None,
+            routes=self.routes,
         )
         rollouts = WholeRollouts if config.rollout.tail == "wait" else PartialRollouts
         self.rollouts = rollouts(config, inputs, self.collector, shapes=context.shapes, keep=keep)
@@ -237,6 +244,7 @@ class ColocatedEngines(Engines):
             monitor=monitor,
             timers=self._timers,
             device=device,
+            kept_bytes=lambda: 0 if self.routes is None else self.routes.bytes,
         )
 
     def _generating(self, version: int, step: int) -> AbstractContextManager[None]:

@@ -1,0 +1,115 @@
+"""The experts of sampled tokens, held by the rank that sampled, until ranks that train need them.
+
+    engine -> RouteStore (its first rank) -> fetch_routes -> the ranks with those micro-batches
+
+A token has layers x experts numbers, 384 bytes where its id and log-prob have 8: they are not
+gathered to every rank. A completion says where its own are (`RoutesAt`).
+"""
+
+# Shape legend: N tokens of one completion that have a route, L layers of the model or of the rank
+# that trains, K experts of a token in a layer.
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlmath.algorithms.types import RoutesAt
+from rlmath.distributed.collectives import all_gather_objects
+
+MESSAGE_BYTES = 2**25
+"""Most bytes of a message between two ranks; one completion may have more."""
+
+
+class RouteStore:
+    """The routes of a step's completions that this rank's engine has sampled."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._routes: list[Tensor] = []
+
+    def keep(self, routes_NLK: Tensor) -> RoutesAt:
+        """Keep the routes of a completion; returns where they are."""
+        self._routes.append(routes_NLK)
+        return RoutesAt(self._rank, len(self._routes) - 1, tokens=len(routes_NLK))
+
+    def get(self, place: RoutesAt) -> Tensor:
+        """Routes that this rank holds, [N, L, K]."""
+        assert place.rank == self._rank, f"{place} is not on rank {self._rank}"
+        return self._routes[place.number]
+
+    @property
+    def bytes(self) -> int:
+        """What all of them take (bytes)."""
+        return sum(routes_NLK.nbytes for routes_NLK in self._routes)
+
+    def clear(self) -> None:
+        """Forget the step's routes."""
+        self._routes.clear()
+
+
+def fetch_routes(
+    store: RouteStore,
+    needed: Sequence[RoutesAt],
+    layers: Sequence[int],
+    experts_per_token: int,
+    dtype: torch.dtype,
+) -> dict[RoutesAt, Tensor]:
+    """The routes that this rank needs, [N, L, K], of its `layers` (from 0) alone.
+
+    Ranks talk in pairs: in turn s a rank sends to the s-th behind it and receives from the s-th
+    before it, so that it has one message of each on its way. A collective."""
+    needs = all_gather_objects((list(needed), list(layers)))
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    token_shape = (len(layers), experts_per_token)
+    fetched = {place: store.get(place)[:, layers] for place in needed if place.rank == rank}
+    for shift in range(1, world_size):
+        receiver = (rank + shift) % world_size
+        sender = (rank - shift) % world_size
+        places_of_receiver, receiver_layers = needs[receiver]
+        token_bytes = len(receiver_layers) * experts_per_token * dtype.itemsize
+        sends = messages(places_of_receiver, rank, token_bytes)
+        own_token_bytes = len(layers) * experts_per_token * dtype.itemsize
+        receives = messages(needed, sender, own_token_bytes)
+        for sent, received in itertools.zip_longest(sends, receives, fillvalue=()):
+            works = []
+            if sent:
+                routes = torch.cat([store.get(place)[:, receiver_layers] for place in sent])
+                works.append(dist.isend(routes.flatten().view(torch.uint8), receiver))
+            if received:
+                tokens = sum(place.tokens for place in received)
+                arrived = torch.empty((tokens, *token_shape), dtype=dtype)
+                works.append(dist.irecv(arrived.flatten().view(torch.uint8), sender))
+                parts = arrived.split([place.tokens for place in received])
+                fetched |= dict(zip(received, parts, strict=True))
+            for work in works:
+                assert work is not None, "both ranks are in the default process group"
+                work.wait()
+    return fetched
+
+
+def messages(
+    places: Sequence[RoutesAt], sender: int, token_bytes: int
+) -> Iterator[tuple[RoutesAt, ...]]:
+    """What `sender` holds of some routes, by message, the same on both sides.
+
+    >>> places = [RoutesAt(rank, number, tokens=2**24) for number in range(3) for rank in range(2)]
+    >>> [[place.number for place in message] for message in messages(places, 1, token_bytes=1)]
+    [[0, 1], [2]]
+    """
+    message: list[RoutesAt] = []
+    tokens = 0
+    for place in dict.fromkeys(place for place in places if place.rank == sender):
+        if message and (tokens + place.tokens) * token_bytes > MESSAGE_BYTES:
+            yield tuple(message)
+            message = []
+            tokens = 0
+        message.append(place)
+        tokens += place.tokens
+    if message:
+        yield tuple(message)

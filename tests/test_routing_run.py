@@ -1,0 +1,101 @@
+"""A whole run of a mixture of experts that replays the experts of its engine."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.forked_ranks import run_ranks
+from tests.programs import TRAIN, rows, small_run
+from tests.selection import matrix, two_ranks
+
+STEPS = 2
+
+
+def make_mixture(base: Path, folder: Path) -> Path:
+    """A random mixture of experts with the tokenizer of `base`."""
+    from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    shutil.copytree(base, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    words = AutoConfig.from_pretrained(base)
+    config = Qwen3MoeConfig(
+        vocab_size=words.vocab_size,
+        eos_token_id=words.eos_token_id,
+        max_position_embeddings=words.max_position_embeddings,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = Qwen3MoeForCausalLM(config).float()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [1, two_ranks(matrix)])
+def test_a_run_in_float32_is_the_same_with_the_experts_of_its_engine(
+    arithmetic: Path, tmp_path: Path, ranks: int
+) -> None:
+    """With one update a step: the policy of a later one would choose other experts."""
+    mixture = make_mixture(arithmetic / "base", tmp_path / "mixture")
+    by_replay = {}
+    for replay in ("none", "engine"):
+        output = tmp_path / replay
+        settings = (
+            f"model.path={mixture}",
+            "parallel.tensor=1",
+            f"parallel.expert={ranks}",
+            f"policy.routing_replay={replay}",
+            "algorithm.n_minibatches=1",
+            "optimizer.lr=3e-3",
+            f"run.total_steps={STEPS}",
+            "save.ckpt_freq_secs=null",
+        )
+        process = run_ranks(ranks, [*TRAIN, *small_run(arithmetic, output), *settings])
+        told = "with a mixture of experts" in process.stdout + process.stderr
+        assert told == (replay == "none")
+        by_replay[replay] = rows(output)
+    for row in by_replay["engine"]:
+        shares = [row.pop(f"routing/differing_{name}") for name in ("choices", "tokens")]
+        assert shares == [0, 0]
+    assert by_replay["engine"] == by_replay["none"]
+    assert len(by_replay["none"]) == STEPS
+
+
+@pytest.mark.parametrize("replay", ["old", pytest.param("engine", marks=matrix)])
+def test_routes_are_compared_in_the_first_pass_of_a_step_that_replays_them(
+    arithmetic: Path, tmp_path: Path, replay: str
+) -> None:
+    """The policy chooses alike by the weights that have sampled, in float32.
+
+    Those of a later update would choose other experts here and there."""
+    output = tmp_path / "run"
+    settings = (
+        f"model.path={make_mixture(arithmetic / 'base', tmp_path / 'mixture')}",
+        "parallel.tensor=1",
+        f"policy.routing_replay={replay}",
+        "algorithm.recompute_logprobs=true",
+        "optimizer.lr=1e-2",
+        f"run.total_steps={STEPS}",
+        "save.ckpt_freq_secs=null",
+    )
+    run_ranks(1, [*TRAIN, *small_run(arithmetic, output), *settings])
+    shares = [row["routing/differing_choices"] for row in rows(output)]
+    assert len(shares) == STEPS
+    if replay == "engine":
+        assert shares == [0, 0]
+    else:
+        assert all(share < 0.5 for share in shares) and shares[-1] > 0
