@@ -104,7 +104,12 @@ def reference_logprobs(policy: Policy) -> tuple[dict[int, list[float]], dict[int
 
     stage = build(policy.folder, policy.case, routing_replay="engine")
     reference = build_reference(
-        stage.config, stage.shape, stage.mesh, stage.device, (1,), stage.actor
+        stage.config,
+        stage.shape,
+        stage.mesh,
+        device=stage.device,
+        stop_token_ids=(1,),
+        actor=stage.actor,
     )
     plain = _routed(stage, None)
     plain_logprobs = reference.logprobs(plain)

@@ -382,7 +382,9 @@ def test_the_adapters_that_engines_hold_are_planned_with_the_model(target: str) 
     adapters = engine_adapters(SMALL, LoraConfig(rank=4, target=target))
     mesh = Layout(tensor=2, stages=PP2).mesh(2)
     layout = training_layout(SMALL.num_layers, mesh)
-    plan = plan_sync(SMALL, layout, mesh, FLOAT32, bytes_of(150), adapters=adapters)
+    plan = plan_sync(
+        SMALL, layout, mesh, element_bytes=FLOAT32, bucket_bytes=bytes_of(150), adapters=adapters
+    )
     for rank in range(mesh.world_size):
         names = [name for round_ in rank_rounds(plan, rank) for name in round_.complete]
         assert Counter(names) == Counter(engine_shapes(SMALL, 2, adapters).keys())
