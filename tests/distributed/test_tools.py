@@ -124,16 +124,6 @@ def test_any_slices_are_the_whole(alone: Called, number: int) -> None:
     assert alone.sliced[number] == alone.completions
 
 
-def test_a_completion_whose_machine_fails_three_times_is_lost(alone: Called) -> None:
-    assert set(alone.lost) == {(0, 0), (0, 1)}
-    for key, completion in alone.lost.items():
-        assert completion.finish_reason == "lost"
-        assert completion.calls[-1].status == "lost"
-        assert "server has ended" in completion.calls[-1].output
-        sampled = len(completion.token_ids)
-        assert completion.token_ids == alone.completions[key].token_ids[:sampled]
-
-
 def test_a_rollout_that_loses_most_completions_ends_with_the_reason(alone: Called) -> None:
     assert "completions with calls are lost, as their sandbox gave no result" in alone.refusal
     assert "server has ended" in alone.refusal

@@ -20,7 +20,6 @@ from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.running_completions import Usage
 from rlmath.rollout.sampling import Key, Request
-from rlmath.sandbox.sandboxes import Sandboxes
 from tests.disturbed_sandboxes import DelayedSandboxes, open_light_sandboxes
 from tests.tiny_models import shape_of
 from tests.tool_models import EOS, PROMPT, SIZE, chat_number_of, number_of
@@ -55,10 +54,8 @@ class Called:
     """The same completions in slices of so many sampled tokens, by SLICES."""
     fresh: dict[Key, Completion]
     """The completions, where calls know nothing of each other."""
-    lost: dict[Key, Completion]
-    """Completions whose sandboxes' server is killed whenever it runs."""
     refusal: str
-    """How a rollout ends most of whose completions are so lost."""
+    """How a rollout ends whose sandboxes' server is killed whenever it has a call."""
     first: Completion
     """The first completion, where the engine has no other."""
     waiting_seconds: float
@@ -182,12 +179,6 @@ class ScriptedEngine:
         self.engine.tools.close()
         self.engine.on_step = lambda: None
 
-    def open_killed_sandboxes(self, settings: ToolsConfig) -> Sandboxes:
-        """Sandboxes whose server is killed whenever it has a call."""
-        sandboxes = open_light_sandboxes(settings)
-        self.engine.on_step = killer(sandboxes)
-        return sandboxes
-
 
 def from_checkpoint(requests: list[Request]) -> list[Request]:
     """The requests with what a checkpoint says of their completions."""
@@ -228,7 +219,6 @@ def called(folder: Path, engine_size: int) -> Called:
     core.get_output = get_output
     sliced = engine.sample_sliced(samples, open_late_sandboxes if several else open_light_sandboxes)
     fresh = engine.sample(samples, settings=replace(TOOLS, state="fresh"))
-    lost = {} if several else engine.sample(2, engine.open_killed_sandboxes)
     refusal = "" if several else rollout_error(engine.engine, engine.mesh, engine.tokenizer)
     engine.engine.close()
     return Called(
@@ -238,7 +228,6 @@ def called(folder: Path, engine_size: int) -> Called:
         late=late,
         sliced=sliced,
         fresh=fresh,
-        lost=lost,
         refusal=refusal,
         first=first,
         waiting_seconds=waiting_seconds,
