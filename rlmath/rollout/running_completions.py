@@ -315,8 +315,7 @@ class RunningCompletions:
         request = decoding.request.with_more(decoding.sampled(self.weights))
         if not stopped and request.so_far.n_sampled < request.max_new_tokens:
             return self._leave(request)
-        ended = self._finish(request, "stop" if stopped else "length")
-        return replace(ended, routes=decoding.routes)
+        return self._finish(request, "stop" if stopped else "length", decoding.routes)
 
     def _leave(self, request: Request) -> Ended:
         """The completion at the end of its slice, unfinished.
@@ -330,7 +329,9 @@ class RunningCompletions:
         if self._tools is not None and request.so_far.calls:
             self._tools.release(request.key)
 
-    def _finish(self, request: Request, reason: FinishReason) -> Ended:
+    def _finish(
+        self, request: Request, reason: FinishReason, routes: Tensor | None = None
+    ) -> Ended:
         """The completion that is all of `request.so_far`, with its text, handed to `score`."""
         sampled = request.so_far
         stopped = reason == "stop"
@@ -343,7 +344,7 @@ class RunningCompletions:
         completion = sampled.finished(request.key[1], text, reason)
         if self._tokenizer is not None:
             self._score(request, completion)
-        return Ended(request, completion)
+        return Ended(request, completion, routes)
 
     def keep_tokens(self) -> list[Request]:
         """All requests in flight, with what is sampled of them by now; they go on.

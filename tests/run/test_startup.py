@@ -39,6 +39,13 @@ from tests.tiny_models import shape_of
 GIVEN = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
 
 
+def write_sums(folder: Path) -> Path:
+    """A file of eight problems."""
+    file = folder / "sums.jsonl"
+    file.write_text("\n".join(f'{{"question": "{n}+1=", "answer": "{n + 1}"}}' for n in range(8)))
+    return file
+
+
 def said(facts: dict[str, str], nodes: int = 3, ranks_per_node: int = 2, **changes: dict[str, str]):
     """What the ranks of some nodes say; `changes` are facts of single hosts."""
     reports = {}
@@ -337,8 +344,7 @@ def test_a_teacher_that_ends_otherwise_is_worth_knowing(tied_model: Path, tmp_pa
     tokenizer_file = teacher / "tokenizer_config.json"
     values = json.loads(tokenizer_file.read_text())
     tokenizer_file.write_text(json.dumps(values | {"eos_token": "<pad>"}))
-    file = tmp_path / "sums.jsonl"
-    file.write_text("\n".join(f'{{"question": "{n}+1=", "answer": "{n + 1}"}}' for n in range(8)))
+    file = write_sums(tmp_path)
     settings = [
         f"run.output_dir={tmp_path / 'run'}",
         f"model.path={tied_model}",
@@ -362,11 +368,18 @@ def test_a_teacher_that_ends_otherwise_is_worth_knowing(tied_model: Path, tmp_pa
 # ---------------------------------------------------------------- how a rank begins, and breaks
 
 
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launcher has numbered this process."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_start_works_with_what_it_fetched_in_a_folder_that_is_its_own(
     tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "sums.jsonl"
-    file.write_text("\n".join(f'{{"question": "{n}+1=", "answer": "{n + 1}"}}' for n in range(8)))
+    file = write_sums(tmp_path)
     folder = tmp_path / "run"
     settings = [
         f"run.output_dir={folder}",
@@ -378,8 +391,6 @@ def test_a_start_works_with_what_it_fetched_in_a_folder_that_is_its_own(
         "rollout.max_new_tokens=16",
         "run.device=cpu",
     ]
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
     rank = StartingRank()
     with hub_server() as hub, ExitStack() as stack:
         hub.add("org/base").commit(
@@ -411,11 +422,10 @@ def test_the_commits_of_a_run_that_may_go_on_are_those_in_its_folder(tmp_path: P
     )
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_start_waits_for_the_hub_as_long_as_the_setting_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
     settings = [f"run.output_dir={tmp_path}", "data.train_path=t", "model.path=hf://org/base"]
     limits = ["run.hub_timeout_seconds=3", "run.start_timeout_seconds=600"]
     with hub_server() as hub:
@@ -427,18 +437,16 @@ def test_a_start_waits_for_the_hub_as_long_as_the_setting_says(
             fetch_inputs(load_config([], [*settings, *limits]), None)
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_start_sees_what_another_run_left_while_it_read_its_inputs(
-    tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tied_model: Path, tmp_path: Path
 ) -> None:
-    file = tmp_path / "sums.jsonl"
-    file.write_text("\n".join(f'{{"question": "{n}+1=", "answer": "{n + 1}"}}' for n in range(8)))
+    file = write_sums(tmp_path)
     folder = tmp_path / "run"
     paths = [f"run.output_dir={folder}", f"model.path={tied_model}", f"data.train_path={file}"]
     small = ["data.template=raw", "data.prompts_per_step=4", "run.total_epochs=3"]
     lengths = ["data.max_prompt_tokens=64", "rollout.max_new_tokens=16"]
     config = load_config([], [*paths, *small, *lengths, "run.device=cpu"])
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
 
     def prepare(config: Config) -> PreparedRun[Inputs]:
         prepared = prepare_grpo(config)
