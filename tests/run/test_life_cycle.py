@@ -30,8 +30,8 @@ PROGRAM = ("tests/disturbed_run.py", "--config", "configs/demo_sft.yaml")
 STEPS = 6
 STEPS_PER_EPOCH = 3
 SEQUENCES_PER_STEP = 8
-NEVER_SAVED = ("save.ckpt_freq_secs=null",)
-EVERY_STEP = ("save.ckpt_freq_steps=1", "save.keep_last=9", "save.background=false")
+NEVER_SAVED = ["save.ckpt_freq_secs=null"]
+EVERY_STEP = ["save.ckpt_freq_steps=1", "save.keep_last=9", "save.background=false"]
 
 
 @pytest.fixture(scope="module")
@@ -51,16 +51,15 @@ def inputs(arithmetic: Path) -> list[str]:
 
 
 def train(
-    inputs: list[str],
+    settings: list[str],
     folder: Path,
-    *more: str,
     events: tuple[str, ...] = (),
     at: int = 0,
     expect: int = FINISHED,
 ) -> str:
     """The console of a run in which the events happen in step `at`."""
     event_words = [word for event in events for word in ("--event", event)]
-    words = [*PROGRAM, *event_words, "--at", str(at), f"run.output_dir={folder}", *inputs, *more]
+    words = [*PROGRAM, *event_words, "--at", str(at), f"run.output_dir={folder}", *settings]
     return run_ranks(1, words, expect=expect).stderr
 
 
@@ -92,7 +91,7 @@ def assert_same_run(folder: Path, other: Path) -> None:
 def undisturbed(inputs: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that saves nothing but its model."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    train(inputs, folder, *NEVER_SAVED)
+    train(inputs + NEVER_SAVED, folder)
     return folder
 
 
@@ -114,15 +113,14 @@ def test_recovery_points_come_after_the_second_step_when_due_and_after_the_last(
 ) -> None:
     """One that is to be kept takes the place of a point of the same step."""
     folder = tmp_path / "run"
-    console = train(
-        inputs,
-        folder,
+    saves = [
         "run.total_steps=5",
         "save.ckpt_freq_secs=null",
         "save.ckpt_freq_steps=3",
         "save.save_freq_steps=4",
         "save.keep_last=9",
-    )
+    ]
+    console = train(inputs + saves, folder)
     assert kept_by_step(folder) == {5: False, 4: True, 3: False, 2: False}
     assert not (folder / "models").exists(), "save.export_hf is false"
     progress = read_progress(folder / "checkpoints" / "step-000005")
@@ -142,9 +140,7 @@ def test_the_newest_checkpoints_and_the_newest_kept_ones_stay_each_by_their_own_
     inputs: list[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    console = train(
-        inputs,
-        folder,
+    saves = [
         "run.total_steps=5",
         "save.ckpt_freq_secs=null",
         "save.ckpt_freq_steps=1",
@@ -153,7 +149,8 @@ def test_the_newest_checkpoints_and_the_newest_kept_ones_stay_each_by_their_own_
         "save.keep_models=3",
         "save.export_hf=true",
         "save.background=false",
-    )
+    ]
+    console = train(inputs + saves, folder)
     assert list(kept_by_step(folder)) == [5, 4, 3]
     models = sorted((folder / "models").iterdir())
     assert [model.name for model in models] == ["step-000003", "step-000004", "step-000005"]
@@ -168,8 +165,8 @@ def test_the_newest_checkpoints_and_the_newest_kept_ones_stay_each_by_their_own_
 
 def test_training_goes_on_without_what_the_disk_refuses(inputs: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    saves = ("save.save_freq_steps=1", "save.export_hf=true")
-    console = train(inputs, folder, *EVERY_STEP, *saves, events=("disk",), at=3)
+    saves = ["save.save_freq_steps=1", "save.export_hf=true"]
+    console = train(inputs + EVERY_STEP + saves, folder, events=("disk",), at=3)
     for step in range(3, 7):
         assert f"The checkpoint of step {step} was not saved: " in console
         assert f"The model of step {step} was not exported: " in console
@@ -178,7 +175,7 @@ def test_training_goes_on_without_what_the_disk_refuses(inputs: list[str], tmp_p
     assert (folder / "hf_model" / "model.safetensors").is_file()
     first_folder = tmp_path / "first"
     console = train(
-        inputs, first_folder, *EVERY_STEP, events=("disk", "stop"), at=1, expect=FAILURE
+        inputs + EVERY_STEP, first_folder, events=("disk", "stop"), at=1, expect=FAILURE
     )
     assert "was not saved: " in console and "there is none yet" in console
     assert ending(first_folder) == (
@@ -198,7 +195,7 @@ def test_a_stopped_run_saves_its_step_and_goes_on_as_if_it_had_not_been_stopped(
     stopped = (
         "stopped by SIGTERM after step 3, which is saved: the same command resumes after step 3"
     )
-    console = train(inputs, folder, *NEVER_SAVED, events=("stop",), at=3, expect=SAVED_AND_STOPPED)
+    console = train(inputs + NEVER_SAVED, folder, events=("stop",), at=3, expect=SAVED_AND_STOPPED)
     saving = f"Saving step 3 in {folder}/checkpoints, then the run stops ..."
     assert console.index("step 3/6 loss") < console.index(saving)
     assert console.index(saving) < console.index("Checkpoint of step 3: ")
@@ -207,13 +204,13 @@ def test_a_stopped_run_saves_its_step_and_goes_on_as_if_it_had_not_been_stopped(
     assert ending(folder) == stopped and f"The run was {stopped}" in console
 
     console = train(
-        inputs, folder, *NEVER_SAVED, events=("stopped start",), expect=SAVED_AND_STOPPED
+        inputs + NEVER_SAVED, folder, events=("stopped start",), expect=SAVED_AND_STOPPED
     )
     assert "Resuming from" in console and "step 4/6" not in console
     assert "Saving step" not in console, "it is saved already"
     assert ending(folder) == stopped
 
-    console = train(inputs, folder, *NEVER_SAVED)
+    console = train(inputs + NEVER_SAVED, folder)
     assert "3 steps and 3 updates are done" in console
     assert_same_run(folder, undisturbed)
     assert kept_by_step(folder) == {3: False}
@@ -223,11 +220,11 @@ def test_a_run_that_is_stopped_in_its_last_step_finishes(
     inputs: list[str], undisturbed: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    train(inputs, folder, *NEVER_SAVED, events=("stop",), at=STEPS)
+    train(inputs + NEVER_SAVED, folder, events=("stop",), at=STEPS)
     assert ending(folder) == "all 6 steps are done"
     assert_same_run(folder, undisturbed)
     assert kept_by_step(folder) == {6: False}
-    console = train(inputs, folder, *NEVER_SAVED, events=("stopped start",))
+    console = train(inputs + NEVER_SAVED, folder, events=("stopped start",))
     assert "6 steps and 6 updates are done, which are all; the model is exported again" in console
     assert ending(folder) == "all 6 steps are done", "no step is left that a stop could spare"
 
@@ -239,7 +236,7 @@ def test_a_run_that_is_stopped_before_its_first_step_ends_saves_nothing(
         (("stopped start", "SIGTERM"), ("interrupt", "SIGUSR1"))
     ):
         folder = tmp_path / str(number)
-        train(inputs, folder, *EVERY_STEP, events=(event,), at=1, expect=SAVED_AND_STOPPED)
+        train(inputs + EVERY_STEP, folder, events=(event,), at=1, expect=SAVED_AND_STOPPED)
         assert ending(folder) == (
             f"stopped by {reason} before the end of its first step: nothing was saved, and the "
             "same command starts from the beginning"
@@ -251,10 +248,10 @@ def test_a_step_that_is_not_made_as_the_run_stops_leaves_the_one_before_saved(
     inputs: list[str], undisturbed: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    train(inputs, folder, *NEVER_SAVED, events=("interrupt",), at=5, expect=SAVED_AND_STOPPED)
+    train(inputs + NEVER_SAVED, folder, events=("interrupt",), at=5, expect=SAVED_AND_STOPPED)
     assert ending(folder).startswith("stopped by SIGUSR1 after step 4, which is saved")
     assert [row["step"] for row in metric_rows(folder)] == [1, 2, 3, 4]
-    train(inputs, folder, *NEVER_SAVED)
+    train(inputs + NEVER_SAVED, folder)
     assert_same_run(folder, undisturbed)
 
 
@@ -265,7 +262,7 @@ def test_a_function_that_fails_costs_no_step_before_and_may_be_corrected(
     inputs: list[str], undisturbed: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    console = train(inputs, folder, *NEVER_SAVED, events=("function",), at=5, expect=MISTAKE)
+    console = train(inputs + NEVER_SAVED, folder, events=("function",), at=5, expect=MISTAKE)
     assert ending(folder) == (
         "ended in step 5, of which nothing was learned: the reward function is broken"
     )
@@ -276,14 +273,14 @@ def test_a_function_that_fails_costs_no_step_before_and_may_be_corrected(
     assert kept_by_step(folder) == {4: False}
     assert (folder / "report.html").is_file() and not (folder / "hf_model").exists()
 
-    console = train(inputs, folder, *NEVER_SAVED, events=("resume",), expect=MISTAKE)
+    console = train(inputs + NEVER_SAVED, folder, events=("resume",), expect=MISTAKE)
     assert ending(folder) == (
         "cannot go on from its checkpoint: the advantage function refuses the checkpoint"
     )
     assert "Correct the function: the same command then resumes" in console
     assert len(metric_rows(folder)) == 4
 
-    train(inputs, folder, *NEVER_SAVED)
+    train(inputs + NEVER_SAVED, folder)
     assert_same_run(folder, undisturbed)
 
 
@@ -291,12 +288,12 @@ def test_a_run_that_broke_repeats_the_steps_after_its_newest_checkpoint(
     inputs: list[str], undisturbed: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    saves = ("save.ckpt_freq_secs=null", "save.save_freq_steps=2", "save.background=false")
-    console = train(inputs, folder, *saves, events=("error",), at=4, expect=FAILURE)
+    saves = ["save.ckpt_freq_secs=null", "save.save_freq_steps=2", "save.background=false"]
+    console = train(inputs + saves, folder, events=("error",), at=4, expect=FAILURE)
     assert "The last step is kept: failed on rank 0: RuntimeError: something is broken" in console
     assert [row["step"] for row in metric_rows(folder)] == [1, 2, 3]
     assert kept_by_step(folder) == {2: True}
-    console = train(inputs, folder, *saves)
+    console = train(inputs + saves, folder)
     assert "2 steps and 2 updates are done" in console and "step 3/6 loss" in console
     assert_same_run(folder, undisturbed)
     summary = json.loads((folder / "summary.json").read_text())
@@ -310,13 +307,13 @@ def test_the_card_has_the_last_validation_and_the_summary_what_the_program_adds(
     inputs: list[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    lora = (
+    lora = [
         "lora.rank=2",
         "save.export_dtype=bfloat16",
         "policy.dtype=bfloat16",
         "optimizer.lr=1e-5",
-    )
-    console = train(inputs, folder, *NEVER_SAVED, *lora, events=("validation",))
+    ]
+    console = train(inputs + NEVER_SAVED + lora, folder, events=("validation",))
     assert rows(folder, VALIDATION_FILE) == [{"step": STEPS, "validation/accuracy": ACCURACY}]
     kept = "rounded, the model keeps "
     measured = f"| `validation/accuracy` | {STEPS} | {ACCURACY} | {STEPS} | {ACCURACY} |"
@@ -333,8 +330,8 @@ def test_adapters_are_exported_without_the_model_where_it_is_not_wanted(
     inputs: list[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    lora = ("lora.rank=2", "save.merged=false", "run.total_steps=2")
-    console = train(inputs, folder, *NEVER_SAVED, *lora)
+    lora = ["lora.rank=2", "save.merged=false", "run.total_steps=2"]
+    console = train(inputs + NEVER_SAVED + lora, folder)
     assert f"The trained adapters are in {folder}/hf_model/adapter\n" in console
     files = {path.relative_to(folder / "hf_model").as_posix() for path in folder.rglob("adapter/*")}
     assert {"adapter/adapter_model.safetensors", "adapter/tokenizer.json"} <= files
