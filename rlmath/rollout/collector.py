@@ -222,6 +222,12 @@ class Collector:
                     sampled[key] = ScoredCompletion(completion, scores[key])
                 else:
                     sampled[key] = completion
+        if self._engine.tools is not None:
+            self._check_lost(by_key, sampled)
+        return sampled, [usage for _, _, usage in gathered if usage is not None]
+
+    def _check_lost(self, by_key: Mapping[Key, Work], sampled: Mapping[Key, Sampled]) -> None:
+        """Warn of completions that were lost with their calls; RuntimeError where many are."""
         ended = {
             key: sample.completion if isinstance(sample, ScoredCompletion) else sample
             for key, sample in sampled.items()
@@ -242,7 +248,6 @@ class Collector:
             outcome="They leave their groups; a validation counts them as wrong",
             tells=self._mesh.rank == 0,
         )
-        return sampled, [usage for _, _, usage in gathered if usage is not None]
 
     def _reward_manager(self, max_new_tokens: int, validates: bool) -> RewardManager:
         if validates and self._scorer is not None:

@@ -64,7 +64,7 @@ class Ended:
     """A completion that an engine samples no further."""
 
     request: Request
-    """The request as it goes on: with what is sampled, and what is left of its slice."""
+    """The request; where its slice ended first as it goes on, with what is sampled."""
     completion: PartialCompletion | Completion
     """All of it; partial where its slice ended first."""
     routes: Tensor | None = None
@@ -235,25 +235,24 @@ class RunningCompletions:
         if not self.busy:  # all wait for tools
             return []
         usage = self.usage
+        tools = self._tools
+        decodings = self._decoding
         started = time.perf_counter()
         usage.steps += 1
-        usage.running += len(self._decoding)
+        usage.running += len(decodings)
         ended: list[tuple[_Decoding, str]] = []
         called: dict[str, tuple[_Decoding, FoundCalls]] = {}
         for output in self._core.get_output().outputs:
-            if (decoding := self._decoding.get(output.request_id)) is None:
+            if (decoding := decodings.get(output.request_id)) is None:
                 continue  # interrupted
-            decoding.add(output)
-            usage.new_tokens += len(output.new_token_ids)
-            calls = None
-            if self._tools is not None:
-                calls = self._tools.find(
-                    decoding.request.so_far, decoding.token_ids, len(output.new_token_ids)
-                )
-            if calls is not None:
+            new_tokens = decoding.add(output)
+            usage.new_tokens += new_tokens
+            if tools is not None and (
+                calls := tools.find(decoding.request.so_far, decoding.token_ids, new_tokens)
+            ):
                 called[output.request_id] = decoding, calls
-            elif output.finished:
-                del self._decoding[output.request_id]
+            elif output.finish_reason is not None:
+                del decodings[output.request_id]
                 if self._routes_of is not None:  # its blocks are its own until the next step
                     decoding.routes = self._routes_of(output.request_id, decoding.length - 1)
                 ended.append((decoding, str(output.finish_reason)))
@@ -276,7 +275,7 @@ class RunningCompletions:
             decoding.drop_behind(calls.tokens)
             request = decoding.request.with_more(decoding.sampled(self.weights))
             if not self._tools.submit(request, calls.calls):
-                yield self._finish(request, "length")
+                yield self._finish(request, request.so_far, "length")
 
     def _abort(self, names: Iterable[str]) -> None:
         """Take requests out of vLLM, one by one.
@@ -300,7 +299,7 @@ class RunningCompletions:
         ended = []
         for answered in answers:
             if answered.is_lost:
-                ended.append(self._finish(answered.request, "lost"))
+                ended.append(self._finish(answered.request, answered.request.so_far, "lost"))
             elif answered.request.slice_tokens == 0:
                 ended.append(self._leave(answered.request))
             else:
@@ -312,31 +311,37 @@ class RunningCompletions:
         stopped = reason == "stop"
         if not stopped and reason != "length":
             raise RuntimeError(f"vLLM ended a completion with {reason!r}, unfinished")
-        request = decoding.request.with_more(decoding.sampled(self.weights))
-        if not stopped and request.so_far.n_sampled < request.max_new_tokens:
-            return self._leave(request)
-        return self._finish(request, "stop" if stopped else "length", decoding.routes)
+        request = decoding.request
+        sampled = decoding.sampled(self.weights)
+        if not stopped and sampled.n_sampled < request.max_new_tokens:
+            return self._leave(request.with_more(sampled))
+        return self._finish(
+            request, sampled, "stop" if stopped else "length", routes=decoding.routes
+        )
 
     def _leave(self, request: Request) -> Ended:
         """The completion at the end of its slice, unfinished.
 
         Its session ends; a further call makes it again from the earlier ones."""
-        self._end_session(request)
+        self._end_session(request, request.so_far)
         return Ended(request, request.so_far)
 
-    def _end_session(self, request: Request) -> None:
+    def _end_session(self, request: Request, sampled: PartialCompletion) -> None:
         """End the sandbox of a completion, if it has one."""
-        if self._tools is not None and request.so_far.calls:
+        if self._tools is not None and sampled.calls:
             self._tools.release(request.key)
 
     def _finish(
-        self, request: Request, reason: FinishReason, routes: Tensor | None = None
+        self,
+        request: Request,
+        sampled: PartialCompletion,
+        reason: FinishReason,
+        routes: Tensor | None = None,
     ) -> Ended:
-        """The completion that is all of `request.so_far`, with its text, handed to `score`."""
-        sampled = request.so_far
+        """The completion that is all of what is `sampled`, with its text, handed to `score`."""
         stopped = reason == "stop"
         text = ""
-        self._end_session(request)
+        self._end_session(request, sampled)
         if self._tokenizer is not None and self._tools is not None:
             text = self._tools.text_of(sampled, stopped)
         elif self._tokenizer is not None:
@@ -389,14 +394,15 @@ class _Decoding:
         request = self.request
         return len(request.token_ids) + len(request.so_far.token_ids) + len(self.token_ids)
 
-    def add(self, output: Any) -> None:
-        """Add the tokens of a vLLM `EngineCoreOutput`."""
-        self.token_ids.extend(output.new_token_ids)
-        if output.new_logprobs is not None:
-            self.logprobs.extend(output.new_logprobs)  # a list (see `scheduler_shortcuts`)
-        assert len(self.logprobs) == len(self.token_ids), (
-            "vLLM returned another number of log-probs than tokens"
-        )
+    def add(self, output: Any) -> int:
+        """Add the tokens of a vLLM `EngineCoreOutput`; returns their number."""
+        token_ids = output.new_token_ids
+        logprobs = output.new_logprobs or ()  # a list (see `scheduler_shortcuts`)
+        new_tokens = len(token_ids)
+        assert len(logprobs) == new_tokens, "vLLM returned another number of log-probs than tokens"
+        self.token_ids.extend(token_ids)
+        self.logprobs.extend(logprobs)
+        return new_tokens
 
     def sampled(self, weights: Weights) -> PartialCompletion:
         """All there is of the completion."""

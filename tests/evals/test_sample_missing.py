@@ -70,7 +70,6 @@ class SpeakingCore:
             request_id=core_request.request_id,
             new_token_ids=token_ids,
             new_logprobs=[-1.0] * len(token_ids),
-            finished=True,
             finish_reason="stop",
         )
 

@@ -165,7 +165,6 @@ class ScriptedLLM(CoreQueue):
                     request_id=request.request_id,
                     new_token_ids=[token],
                     new_logprobs=output.logprobs.slice_request(row, 1),
-                    finished=reason is not None,
                     finish_reason=reason,
                 )
             )

@@ -68,8 +68,7 @@ class Core(CoreQueue):
                     request_id=core_request.request_id,
                     new_token_ids=token_ids,
                     new_logprobs=[-1.0] * len(token_ids),
-                    finished=is_end,
-                    finish_reason="stop",
+                    finish_reason="stop" if is_end else None,
                 )
             )
         return SimpleNamespace(outputs=outputs)
