@@ -28,6 +28,7 @@ from rlmath.data.prompt_curriculum import HISTORY
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.rewards.reward_manager import FailedSteps, RewardFunctionError
+from rlmath.rollout.work_queue import EngineUsage
 from rlmath.telemetry.reporter import StepRecord, ValidationResult
 from rlmath.trainer import grpo
 from rlmath.trainer.base import Interrupted
@@ -92,7 +93,11 @@ class Parts:
         self.events.append(("roll out", number, stage.number))
         scores = [score for group in GROUPS for score in group.scores]
         return StepRollout(
-            SELECTION, rounds=[], scores=scores, sampled_tokens=40, metrics={"rollout/rounds": 2.0}
+            SELECTION,
+            rounds=[[EngineUsage(1.0, 4, 1, fill=0.5)]],
+            scores=scores,
+            sampled_tokens=40,
+            metrics={"rollout/rounds": 2.0},
         )
 
     def keep_if_best(self, measured: ValidationResult | None) -> None:
@@ -184,6 +189,7 @@ def test_a_step_goes_from_the_weights_to_the_update_in_its_order() -> None:
         "prompts/solved": 0.125,
         "own/groups": 3.0,
         "rollout/rounds": 2.0,
+        "rollout/batch_fill": 0.5,
         "sync/sent_gib": 0.5,
         "n_seqs": 6.0,
     }
