@@ -433,9 +433,9 @@ def test_a_failure_counts_for_the_reward_of_its_name_that_gave_a_number_all_the_
 def test_groups_that_were_dropped_and_completions_that_were_filtered_are_counted_apart():
     chosen = [
         Chosen((), dropped="right"),
-        Chosen((0,), ("short",) * 2),
+        Chosen((0,), ("short",) * 3),
         Chosen((), dropped="right"),
     ]
     metrics = selection_metrics(Selection(GROUPS, chosen, wanted=3))
     assert metrics["selection/groups_learned"] == 1.0
-    assert metrics["selection/filtered/short"] == metrics["selection/dropped/right"] == 2.0
+    assert metrics["selection/filtered/short"] == 3.0 and metrics["selection/dropped/right"] == 2.0
