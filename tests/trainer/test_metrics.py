@@ -414,3 +414,28 @@ def test_no_name_of_a_reward_is_that_of_another_metric():
         name.split("/")[1] for name in rollout_metrics(GROUPS) if name.startswith("reward/")
     }
     assert taken_names == set(TAKEN)
+
+
+def test_a_failure_counts_for_the_reward_of_its_name_that_gave_a_number_all_the_same():
+    """The message of a failure may be anything."""
+    failures = (RewardFailure("own", "error", "length"),)
+    score = Score(1.0, True, "", "string", parts=(1.0, 0.5, 0.25), failures=failures)
+    reward = RewardConfig(rewards=["correctness", "length", "own=m:f"])
+    metrics = part_metrics([group(3, (2, "stop", score))], reward)
+    failed = {name: share for name, share in metrics.items() if name.endswith("/failures")}
+    assert failed == {
+        "reward/correctness/failures": 0.0,
+        "reward/length/failures": 0.0,
+        "reward/own/failures": 1.0,
+    }
+
+
+def test_groups_that_were_dropped_and_completions_that_were_filtered_are_counted_apart():
+    chosen = [
+        Chosen((), dropped="right"),
+        Chosen((0,), ("short",) * 3),
+        Chosen((), dropped="right"),
+    ]
+    metrics = selection_metrics(Selection(GROUPS, chosen, wanted=3))
+    assert metrics["selection/groups_learned"] == 1.0
+    assert metrics["selection/filtered/short"] == 3.0 and metrics["selection/dropped/right"] == 2.0

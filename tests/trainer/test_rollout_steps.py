@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rlmath.algorithms.partial_rollouts import UnfinishedGroup, UnfinishedGroups
 from rlmath.algorithms.types import (
     PartialCompletion,
     Prompt,
@@ -40,6 +41,7 @@ from rlmath.trainer.rollouts.synchronous import (
     StepRollout,
     StepRollouts,
     WholeRollouts,
+    defer_metrics,
 )
 from tests.tiny_models import shape_of
 
@@ -353,3 +355,44 @@ def test_groups_in_flight_that_cannot_be_this_runs_are_refused(
     (tmp_path / UNFINISHED).unlink()
     with pytest.raises(ValueError, match="the groups in flight cannot be read"):
         resumed.resume(tmp_path, 1, reward_changed=False)
+
+
+@pytest.mark.parametrize("tail", ["wait", "carry", "defer"])
+def test_a_function_of_the_users_says_which_groups_are_learned_from(
+    tail: str, tied_model: Path, tmp_path: Path
+) -> None:
+    """It refuses q0; others are sampled in its place."""
+    selection = SelectionConfig(dynamic_sampling="own:keep", max_extra_prompts=6)
+    plain, engines = rollouts_of(tmp_path, tied_model, tail, selection)
+
+    def keep(groups: Sequence[ScoredGroup]) -> list[bool]:
+        return [number_of(group.prompt) != 0 for group in groups]
+
+    rollouts = type(plain)(plain._config, plain._inputs, engines, shapes=plain._shapes, keep=keep)
+    rollout = make_step(rollouts, 0)
+    learned = lengths_of(rollout)
+    assert len(learned) == PER_STEP and "q0" not in learned
+    assert "q0" in {group.prompt.prompt_id for group in rollout.selection.sampled}
+
+
+def test_a_group_that_was_deferred_would_have_fitted_a_slice_of_its_length(
+    tied_model: Path, tmp_path: Path
+) -> None:
+    """Both completions have as many tokens as a slice at most; then one has a token more."""
+
+    def group(*lengths: int) -> UnfinishedGroup:
+        parts = [
+            PartialCompletion().extended((7,) * tokens, (-0.5,) * tokens, policy_version=0, step=0)
+            for tokens in lengths
+        ]
+        samples = tuple(
+            ScoredCompletion(part.finished(g, "", "stop"), Score(0.0, False, "", "string"))
+            for g, part in enumerate(parts)
+        )
+        return UnfinishedGroup(0, 0, samples, deferred=True)
+
+    for lengths, share in (((SLICE, 2), 1.0), ((SLICE + 1, 2), 0.0)):
+        metrics = defer_metrics(UnfinishedGroups(), [group(*lengths)], 10, slice_length=SLICE)
+        assert metrics["rollout/deferred_now_short"] == share
+        assert metrics["rollout/discarded_tokens"] == 10 - sum(lengths)
+    assert "rollout/deferred_now_short" not in defer_metrics(UnfinishedGroups(), [], 0, SLICE)

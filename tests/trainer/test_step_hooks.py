@@ -7,9 +7,17 @@ from pathlib import Path
 import pytest
 
 from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
-from rlmath.config.schema import Config, RunConfig, TelemetryConfig
+from rlmath.config.schema import (
+    AlgorithmConfig,
+    Config,
+    RunConfig,
+    SelectionConfig,
+    TelemetryConfig,
+)
 from rlmath.trainer import step_hooks
 from rlmath.trainer.step_hooks import StepHooks
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 SOURCE = """
 import time
@@ -27,6 +35,14 @@ def lengths(groups):
 @hooks.metric("mean")
 def mean(groups):
     return sum(sum(group.rewards) for group in groups) / len(groups)
+
+@hooks.selection("long")
+def long(group):
+    return max(group.tokens) > 2
+
+@hooks.advantage("tokens")
+def tokens(rewards, tokens):
+    return [[float(10 * n) for n in row] for row in tokens]
 
 @hooks.metric("hangs")
 def hangs(groups):
@@ -79,3 +95,23 @@ def test_a_metric_that_hangs_has_the_time_of_metrics_once(
     hooks.close()
     assert caplog.text.count("it took more than 0.5 s") == 1
     assert len(calls.read_text()) <= 1
+
+
+def test_functions_that_select_and_give_advantages_are_asked_each_for_its_own(
+    tmp_path: Path,
+) -> None:
+    """Without one of them the step is as without functions."""
+    plugin = tmp_path / "own.py"
+    plugin.write_text(SOURCE)
+    run = RunConfig(plugins=[str(plugin)])
+    selecting = Config(
+        run=run, selection=SelectionConfig(dynamic_sampling="long", max_extra_prompts=0)
+    )
+    hooks = StepHooks(selecting, rank=0)
+    assert hooks.keep is not None and hooks.keep(GROUPS) == [False, True]
+    assert hooks.advantages([[1.0]], [[2]]) is None
+    hooks.close()
+    hooks = StepHooks(Config(run=run, algorithm=AlgorithmConfig(advantage="tokens")), rank=0)
+    assert hooks.keep is None and hooks.advantages([], []) is None
+    assert hooks.advantages([[1.0], [2.0]], [[2], [4]]) == [[20.0], [40.0]]
+    hooks.close()

@@ -19,6 +19,7 @@ from rlmath.data.tokenizer import load_tokenizer
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.rollout.collector import CollectGroups, Rollout
+from rlmath.rollout.sampling import RolloutSeed, SamplingSettings
 from rlmath.telemetry.reporter import ValidationResult
 from rlmath.trainer.validation import Validator, file_metrics
 
@@ -318,3 +319,47 @@ def test_a_validation_is_the_mean_of_its_files_by_the_figure_that_they_have(
     assert run_validator.validate(6) is None, "it is done"
     run_validator.keep_if_best(result)
     assert best(tmp_path) == (6, pytest.approx(2 / 6))
+
+
+def test_a_validation_samples_by_its_own_settings_and_keeps_whole_completions(
+    tmp_path: Path,
+) -> None:
+    """No step of training has its seed; its tools' tokens are no training."""
+    scored = group((4, True, "stop"), (4, True, "stop"), (4, True, "stop"))
+    commands: list[CollectGroups] = []
+
+    class Engines(Sampled):
+        def collect(self, command: CollectGroups) -> Rollout:
+            commands.append(command)
+            return super().collect(command)
+
+    run_validator = validator(
+        tmp_path,
+        Exports(),
+        "validation.samples=3",
+        "validation.temperature=0.25",
+        "validation.top_p=0.5",
+        "validation.max_new_tokens=17",
+        "run.seed=9",
+        files=[ValidationFile("own", [scored.prompt], 0, ())],
+        collector=Engines([scored]),
+    )
+    run_validator.validate(3)
+    assert commands == [
+        CollectGroups(
+            [scored.prompt],
+            SamplingSettings(3, 0.25, 0.5, min_new_tokens=0, max_new_tokens=17),
+            RolloutSeed(9, -1),
+            title="validation own",
+            validates=True,
+        )
+    ]
+
+
+def test_the_best_by_the_verifier_is_remembered_where_a_function_pays(tmp_path: Path) -> None:
+    files = [ValidationFile("own", [Prompt("q", "?", (1,), ("7",), "math")], 0, ())]
+    paid = "reward.function=own:paid"
+    validator(tmp_path, Exports(), paid, files=files).keep_if_best(measured(3, 0.5))
+    later = validator(tmp_path, Exports(), paid, steps_done=3, files=files)
+    later.keep_if_best(measured(6, 0.4))
+    assert best(tmp_path) == (3, 0.5)
