@@ -41,14 +41,27 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 CPU = Device("cpu", torch.device("cpu"), "gloo", torch.float32)
 SHAPE = ModelShape(
-    "Qwen2ForCausalLM", 2, 64, 2, 2, 32, 64, 10, False, 64, 1e4, 1e-6, True, "float32"
+    "Qwen2ForCausalLM",
+    2,
+    64,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=32,
+    ffn_size=64,
+    vocab_size=10,
+    tied_embeddings=False,
+    max_positions=64,
+    rope_theta=1e4,
+    rms_norm_eps=1e-6,
+    attention_bias=True,
+    torch_dtype="float32",
 )
 WORKERS: Any = object()
 KEEP: Any = object()
 TOKENIZER: Any = object()
 STOPS = (1, 2)
 NOTHING: Any = None
-MESH = Mesh(0, 1, 1, 1, 1)
+MESH = Mesh(0, 1, 1, pipeline=1, engine_size=1)
 ACTOR: Any = SimpleNamespace(chunks=["chunk"], forward_backward="passes")
 
 
@@ -146,7 +159,7 @@ def context_of(config: Config, mesh: Mesh = MESH, **changes: Any) -> RankContext
         stop_token_ids=STOPS,
     )
     shapes: Any = SimpleNamespace(policy=SHAPE, length_stages=tuple(length_stages(config, 2)))
-    return RankContext(config, shapes, inputs, mesh, CPU, workers=WORKERS, **changes)
+    return RankContext(config, shapes, inputs, mesh=mesh, device=CPU, workers=WORKERS, **changes)
 
 
 CONFIG = Config(
@@ -286,7 +299,7 @@ def test_memory_is_compared_in_every_cycle_where_a_leak_ends_the_run(
     parts: dict[str, Part], stops: bool, every: int
 ) -> None:
     memory = replace(CONFIG.memory, stop_on_leak=stops)
-    mesh = Mesh(1, 2, 2, 1, 1)
+    mesh = Mesh(1, 2, 2, pipeline=1, engine_size=1)
     colocated(replace(CONFIG, memory=memory), mesh=mesh).connect(ACTOR, NOTHING)
     assert parts["MemoryMonitor"].arguments == {
         "threshold_bytes": 2**19,

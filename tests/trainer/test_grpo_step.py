@@ -144,7 +144,7 @@ def trainer(config: Config, parts: Parts, rank: int = 0) -> GrpoTrainer:
     any_actor: Any = SimpleNamespace(learner=SimpleNamespace(updates=7))
     run.config = config
     run.shapes = SimpleNamespace(length_stages=length_stages(config, STEPS))  # type: ignore[assignment]
-    run.mesh = Mesh(rank, 2, 1, 1, 1)
+    run.mesh = Mesh(rank, 2, 1, pipeline=1, engine_size=1)
     run.timers = PhaseTimers()
     run.total_steps = STEPS
     run.entered_length_stage = None
@@ -327,7 +327,20 @@ def test_rollouts_go_on_from_a_checkpoint_and_know_of_another_reward(
     tmp_path: Path, fingerprint: str, changed: bool
 ) -> None:
     parts = Parts()
-    progress = Progress(3, 0, 4, 2, 1, "TP1", 1, (), (), "m", "d", {})
+    progress = Progress(
+        3,
+        0,
+        4,
+        updates=2,
+        syncs=1,
+        layout="TP1",
+        world_size=1,
+        optimizer_tensors=(),
+        random_states=(),
+        model_fingerprint="m",
+        data_fingerprint="d",
+        versions={},
+    )
     trainer(STAGED, parts).resume(tmp_path, replace(progress, reward_fingerprint=fingerprint))
     assert parts.events == [("resume", tmp_path, 3, changed)]
 
@@ -380,7 +393,7 @@ def test_a_trainer_is_made_of_engines_before_models(monkeypatch: pytest.MonkeyPa
     context: Any = SimpleNamespace(
         config=replace(STAGED, algorithm=AlgorithmConfig()),
         inputs="inputs",
-        mesh=Mesh(0, 1, 1, 1, 1),
+        mesh=Mesh(0, 1, 1, pipeline=1, engine_size=1),
         reward_fingerprint="f",
         on_phase=entered.append,
         validation=("file",),

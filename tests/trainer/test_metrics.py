@@ -37,10 +37,12 @@ SILENT = Score(-5.0, False, "", "no_answer", verified_correct=False)
 def group(prompt_tokens: int, *answers: tuple[int, str, Score]) -> ScoredGroup:
     """A group of (tokens, finish reason, score)."""
     completions = tuple(
-        Completion(g, (9,) * tokens, (-1.0,) * tokens, "", reason, g)
+        Completion(
+            g, (9,) * tokens, (-1.0,) * tokens, text="", finish_reason=reason, policy_version=g
+        )
         for g, (tokens, reason, _) in enumerate(answers)
     )
-    prompt = Prompt("q", "?", (1,) * prompt_tokens, ("2",), "math")
+    prompt = Prompt("q", "?", (1,) * prompt_tokens, solutions=("2",), task="math")
     return ScoredGroup(prompt, completions, tuple(score for _, _, score in answers))
 
 
@@ -172,11 +174,15 @@ def minibatch(
     names += ("masked_off_policy", "proximal_error")
     sums = {name: scale * number for number, name in enumerate(names, start=1)}
     sums |= {"tokens": tokens, "denominator": tokens / 2}
-    return MinibatchResult(sums, {"mismatch_max": scale}, norm, lr, why)
+    return MinibatchResult(sums, {"mismatch_max": scale}, norm, learning_rate=lr, discarded=why)
 
 
 CRITIC_RESULT = MinibatchResult(
-    dict.fromkeys(VALUE_SUMS, 1.0), {}, math.inf, 0.1, "the gradient norm is not finite (inf)"
+    dict.fromkeys(VALUE_SUMS, 1.0),
+    {},
+    math.inf,
+    learning_rate=0.1,
+    discarded="the gradient norm is not finite (inf)",
 )
 RESULTS = [
     minibatch(10.0, 1.0, norm=0.5, lr=0.1),
@@ -349,8 +355,21 @@ def test_phases_are_paced_by_the_tokens_they_work_on():
 
 def test_mfu_counts_the_models_own_arithmetic() -> None:
     seconds = {"rollout": 2.0, "update": 4.0}
-    costs = (Cost(linear=3.0, quadratic=1.0), Cost(8.0, 2.0))
-    metrics = mfu_metrics(seconds, 6, GROUPS[:1], GROUPS[:1], 2, *costs, peak_flops=1_000.0)
+    first_group = GROUPS[:1]
+
+    def mfu(seconds: dict[str, float], sampled_tokens: int, passes: int = 2) -> dict[str, float]:
+        return mfu_metrics(
+            seconds,
+            sampled_tokens,
+            first_group,
+            learned=first_group if passes else [],
+            passes=passes,
+            forward=Cost(linear=3.0, quadratic=1.0),
+            trained=Cost(8.0, 2.0),
+            peak_flops=1_000.0,
+        )
+
+    metrics = mfu(seconds, 6)
     prompt = len(GROUPS[0].prompt.token_ids)
     answers = [len(completion.token_ids) for completion in GROUPS[0].completions]
     whole = [3.0 * (prompt + n) + (prompt + n) ** 2 for n in answers]
@@ -358,11 +377,9 @@ def test_mfu_counts_the_models_own_arithmetic() -> None:
     trained = sum(8.0 * (prompt + n) + 2 * (prompt + n) ** 2 for n in answers)
     assert metrics["train/mfu"] == pytest.approx(2 * trained / 4_000.0)
     assert metrics["rollout/mfu"] == pytest.approx((sum(whole) - read_again) / 2_000.0)
-    assert "train/mfu" not in mfu_metrics(
-        {"rollout": 2.0}, 40, GROUPS, [], 0, *costs, peak_flops=1.0
-    )
+    assert "train/mfu" not in mfu({"rollout": 2.0}, 6, passes=0)
     # Of a step that sampled half as many tokens as the groups that it learns from have.
-    half = mfu_metrics(seconds, 3, GROUPS[:1], GROUPS[:1], 2, *costs, peak_flops=1_000.0)
+    half = mfu(seconds, 3)
     assert half["rollout/mfu"] == pytest.approx(metrics["rollout/mfu"] / 2)
     assert half["train/mfu"] == metrics["train/mfu"]
 

@@ -98,7 +98,12 @@ def trainer(config: Config, folder: Path, progress: Any = None) -> PolicyTrainer
     )
     inputs: Any = SimpleNamespace(total_steps=STEPS, stop_token_ids=STOPS)
     context = RankContext(
-        config, shapes, inputs, Mesh(0, 1, 1, 1, 1), CPU, on_progress=progress or (lambda: None)
+        config,
+        shapes,
+        inputs,
+        mesh=Mesh(0, 1, 1, pipeline=1, engine_size=1),
+        device=CPU,
+        on_progress=progress or (lambda: None),
     )
     policy_trainer = object.__new__(GrpoTrainer)
     policy_trainer.config = config
@@ -118,7 +123,20 @@ ALL_MODELS = Config(
     teacher=TeacherConfig(path="t", loss="full"),
     memory=MemoryConfig(offload_reference=True, offload_critic=True, offload_teacher=True),
 )
-PROGRESS = Progress(1, 0, 4, 2, 1, "TP1", 1, (), (), "m", "d", {})
+PROGRESS = Progress(
+    1,
+    0,
+    4,
+    updates=2,
+    syncs=1,
+    layout="TP1",
+    world_size=1,
+    optimizer_tensors=(),
+    random_states=(),
+    model_fingerprint="m",
+    data_fingerprint="d",
+    versions={},
+)
 
 
 def test_a_run_has_the_models_that_its_settings_ask_for(tied_model: Path) -> None:

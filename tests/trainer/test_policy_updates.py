@@ -85,17 +85,28 @@ class Learner:
 
 
 def result(discarded: str | None = None, overflowed: bool = False) -> MinibatchResult:
-    return MinibatchResult({}, {}, 1.0, 0.1, discarded, overflowed=overflowed)
+    return MinibatchResult(
+        {}, {}, 1.0, learning_rate=0.1, discarded=discarded, overflowed=overflowed
+    )
 
 
 def group(number: int, *rewards: float) -> ScoredGroup:
     """A group whose g-th completion has g + 1 tokens."""
     completions = tuple(
-        Completion(g, tuple(range(7, 8 + g)), (-1.0 - number - 0.1 * g,) * (g + 1), "", "stop", 3)
+        Completion(
+            g,
+            tuple(range(7, 8 + g)),
+            (-1.0 - number - 0.1 * g,) * (g + 1),
+            text="",
+            finish_reason="stop",
+            policy_version=3,
+        )
         for g in range(len(rewards))
     )
     scores = tuple(Score(reward, reward > 0, "", "string") for reward in rewards)
-    return ScoredGroup(Prompt(f"q{number}", "?", (5, 6), ("2",), "math"), completions, scores)
+    return ScoredGroup(
+        Prompt(f"q{number}", "?", (5, 6), solutions=("2",), task="math"), completions, scores
+    )
 
 
 GROUPS = [group(0, 1.0, 0.0), group(1, 0.0, 3.0)]
@@ -120,7 +131,7 @@ def updater(folder: Path, config: Config, learner: Learner, **models: Any) -> Po
     return PolicyUpdater(
         config,
         shape_of(folder),
-        Mesh(0, 1, 1, 1, 1),
+        Mesh(0, 1, 1, pipeline=1, engine_size=1),
         actor=actor,
         reference=models.pop("reference", None),
         offload=offload,

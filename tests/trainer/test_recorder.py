@@ -28,13 +28,15 @@ COMPLETIONS = tuple(
     for tokens in (2, 3)
 )
 GROUP = ScoredGroup(
-    Prompt("q", "?", (5,), ("2",), "math"),
+    Prompt("q", "?", (5,), solutions=("2",), task="math"),
     tuple(part.finished(g, "", "stop") for g, part in enumerate(COMPLETIONS)),
     (Score(1.0, True, "2", "string"), Score(0.0, False, "", "no_answer")),
 )
 SELECTION = Selection([GROUP], [Chosen((1,))], 1)
-LEARNED = MinibatchResult({"loss": 1.0}, {"mismatch_max": 2.0}, 0.5, 0.25, None)
-DISCARDED = MinibatchResult({"loss": 3.0}, {}, 4.0, 0.125, "the ratio is 6")
+LEARNED = MinibatchResult(
+    {"loss": 1.0}, {"mismatch_max": 2.0}, 0.5, learning_rate=0.25, discarded=None
+)
+DISCARDED = MinibatchResult({"loss": 3.0}, {}, 4.0, learning_rate=0.125, discarded="the ratio is 6")
 UPDATE = UpdateRecord([LEARNED], [[0.5]], None, critic_results=[DISCARDED])
 
 
@@ -54,7 +56,7 @@ def trainer(folder: Path, policy: Policy, rank: int = 0) -> Any:
         total_steps=9,
         order=order,
         rollbacks=rollbacks,
-        mesh=Mesh(rank, 2, 1, 1, 1),
+        mesh=Mesh(rank, 2, 1, pipeline=1, engine_size=1),
         actor=SimpleNamespace(chunks=policy),
         shape=None,
     )

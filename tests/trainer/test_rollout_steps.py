@@ -380,7 +380,7 @@ def test_a_group_that_was_deferred_would_have_fitted_a_slice_of_its_length(
 ) -> None:
     """Both completions have as many tokens as a slice at most; then one has a token more."""
 
-    def group(*lengths: int) -> UnfinishedGroup:
+    def group(lengths: tuple[int, ...]) -> UnfinishedGroup:
         parts = [
             PartialCompletion().extended((7,) * tokens, (-0.5,) * tokens, policy_version=0, step=0)
             for tokens in lengths
@@ -392,7 +392,7 @@ def test_a_group_that_was_deferred_would_have_fitted_a_slice_of_its_length(
         return UnfinishedGroup(0, 0, samples, deferred=True)
 
     for lengths, share in (((SLICE, 2), 1.0), ((SLICE + 1, 2), 0.0)):
-        metrics = defer_metrics(UnfinishedGroups(), [group(*lengths)], 10, slice_length=SLICE)
+        metrics = defer_metrics(UnfinishedGroups(), [group(lengths)], 10, slice_length=SLICE)
         assert metrics["rollout/deferred_now_short"] == share
         assert metrics["rollout/discarded_tokens"] == 10 - sum(lengths)
     assert "rollout/deferred_now_short" not in defer_metrics(UnfinishedGroups(), [], 0, SLICE)

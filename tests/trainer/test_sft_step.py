@@ -26,7 +26,9 @@ from tests.tiny_models import shape_of
 
 SEQUENCES = [WrittenSequence((5,) * (n + 1), (7,) * (n + 2)) for n in range(6)]
 HELD_OUT = [WrittenSequence((5, 6), (8, 9))]
-RESULT = MinibatchResult({"loss": 3.0, "tokens": 4.0}, {}, 0.5, 0.25, None, loss_scale=8.0)
+RESULT = MinibatchResult(
+    {"loss": 3.0, "tokens": 4.0}, {}, 0.5, learning_rate=0.25, discarded=None, loss_scale=8.0
+)
 
 
 class Learner:
@@ -56,7 +58,7 @@ def trainer(
     def init(self: Any, context: Any) -> None:
         self.config = context.config
         self.shape = shape
-        self.mesh = Mesh(rank, 1, 1, 1, 1)
+        self.mesh = Mesh(rank, 1, 1, pipeline=1, engine_size=1)
         self.device = Device("cpu", torch.device("cpu"), "gloo", torch.float32)
         self.total_steps = 3
         self.order = PromptOrder(len(SEQUENCES), 2, seed=1, shuffle=False)
@@ -115,7 +117,9 @@ def test_a_supervised_step_learns_from_its_sequences_and_tells_of_them(
         assert paced == pytest.approx(16 / record.metrics[f"seconds/{phase}"])
     assert "train/mfu" not in record.metrics
     run.peak_flops = 1e3
-    learner.result = MinibatchResult(RESULT.sums, {}, math.inf, 0.25, "not finite")
+    learner.result = MinibatchResult(
+        RESULT.sums, {}, math.inf, learning_rate=0.25, discarded="not finite"
+    )
     metrics = run.step(1).metrics
     trained = sum(run.cost.of(length) for length in (7, 9))
     assert metrics["train/mfu"] == pytest.approx(trained / (metrics["seconds/update"] * 1e3))

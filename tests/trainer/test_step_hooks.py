@@ -52,8 +52,12 @@ def hangs(groups):
 """
 GROUPS = [
     ScoredGroup(
-        Prompt("q", "1+1=", (1,), ("2",), "math", "{}"),
-        (Completion(0, (5,) * tokens, (0.0,) * tokens, "", "stop", 0),),
+        Prompt("q", "1+1=", (1,), solutions=("2",), task="math", more_json="{}"),
+        (
+            Completion(
+                0, (5,) * tokens, (0.0,) * tokens, text="", finish_reason="stop", policy_version=0
+            ),
+        ),
         (Score(float(tokens), True, "", "string"),),
     )
     for tokens in (2, 4)

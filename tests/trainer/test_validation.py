@@ -86,11 +86,15 @@ def test_problems_that_are_too_long_count_and_unusable_rows_are_told(
 def group(*completions: tuple[int, bool, str]) -> ScoredGroup:
     """A group whose completions have these tokens, are right or not, and end for this reason."""
     completions_sampled = tuple(
-        Completion(g, (5,) * tokens, (0.0,) * tokens, "", reason, 0)  # type: ignore[arg-type]
+        Completion(
+            g, (5,) * tokens, (0.0,) * tokens, text="", finish_reason=reason, policy_version=0
+        )  # type: ignore[arg-type]
         for g, (tokens, _, reason) in enumerate(completions)
     )
     scores = tuple(Score(1.0, right, "", "string") for _, right, _ in completions)
-    return ScoredGroup(Prompt("q", "?", (1,), ("2",), "math"), completions_sampled, scores)
+    return ScoredGroup(
+        Prompt("q", "?", (1,), solutions=("2",), task="math"), completions_sampled, scores
+    )
 
 
 def test_accuracy_is_over_all_problems_and_lengths_over_what_was_sampled() -> None:
@@ -136,7 +140,8 @@ def test_what_a_validation_measures_is_decided_once(
     tmp_path: Path, overrides: tuple[str, ...], solution: str, figure: str
 ) -> None:
     prompts = [
-        Prompt(f"q{n}", "?", (1,), (answer,), "math") for n, answer in enumerate(("7", solution))
+        Prompt(f"q{n}", "?", (1,), solutions=(answer,), task="math")
+        for n, answer in enumerate(("7", solution))
     ]
     files = [ValidationFile("own", prompts, 0, ())]
     run_validator = validator(tmp_path, Exports(), *overrides, files=files)
@@ -153,7 +158,7 @@ def test_an_accuracy_by_a_functions_rule_is_not_compared_with_one_by_the_verifie
     validator(tmp_path, Exports(), function_setting).keep_if_best(
         ValidationResult(3, {"validation/reward_positive": 0.9})
     )
-    files = [ValidationFile("own", [Prompt("q", "?", (1,), ("7",), "math")], 0, ())]
+    files = [ValidationFile("own", [Prompt("q", "?", (1,), solutions=("7",), task="math")], 0, ())]
     validator(tmp_path, Exports(), function_setting, steps_done=3, files=files).keep_if_best(
         measured(6, 0.4)
     )
@@ -185,7 +190,7 @@ def validator(
 ) -> Validator:
     """A validator that needs no engine: nothing is sampled, or what `collector` has."""
     config = settings(folder, *ASKED, *overrides)
-    mesh = Mesh(0, 1, 1, 1, 1)
+    mesh = Mesh(0, 1, 1, pipeline=1, engine_size=1)
     return Validator(
         config, mesh, collector, PhaseTimers(), files, steps_done, 10, export, asked_to_stop
     )
@@ -257,7 +262,7 @@ def test_when_a_validation_is_due(tmp_path: Path) -> None:
 
 
 def test_a_validation_is_broken_off_when_the_run_is_asked_to_stop(tmp_path: Path) -> None:
-    file = ValidationFile("own", [Prompt("q", "?", (1,), ("2",), "math")], 0, ())
+    file = ValidationFile("own", [Prompt("q", "?", (1,), solutions=("2",), task="math")], 0, ())
     run_validator = validator(tmp_path, Exports(), files=[file], asked_to_stop=lambda: "SIGTERM")
     assert run_validator.validate(3) is None and run_validator.stopped_by == "SIGTERM"
     assert run_validator.due(3), "the run that goes on makes it"
@@ -289,7 +294,7 @@ def test_a_validation_is_the_mean_of_its_files_by_the_figure_that_they_have(
     groups = [
         replace(
             group(*((4, right, "stop") for right in row)),
-            prompt=Prompt(f"q{n}", "?", (1,), ("see above",), "math"),
+            prompt=Prompt(f"q{n}", "?", (1,), solutions=("see above",), task="math"),
         )
         for n, row in enumerate(outcomes)
     ]
@@ -357,7 +362,7 @@ def test_a_validation_samples_by_its_own_settings_and_keeps_whole_completions(
 
 
 def test_the_best_by_the_verifier_is_remembered_where_a_function_pays(tmp_path: Path) -> None:
-    files = [ValidationFile("own", [Prompt("q", "?", (1,), ("7",), "math")], 0, ())]
+    files = [ValidationFile("own", [Prompt("q", "?", (1,), solutions=("7",), task="math")], 0, ())]
     paid = "reward.function=own:paid"
     validator(tmp_path, Exports(), paid, files=files).keep_if_best(measured(3, 0.5))
     later = validator(tmp_path, Exports(), paid, steps_done=3, files=files)
