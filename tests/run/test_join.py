@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rlmath.config.load import config_as_yaml, load_config
+from rlmath.config.run_files import LOG_FILE
 from rlmath.config.schema import Kind
 from rlmath.run.join import OnError, changed_settings, log_settings
 
@@ -103,8 +104,7 @@ def test_the_console_has_what_is_changed_and_the_log_file_all(
     assert warnings == [unused] * is_told
     debug = [record.getMessage() for record in caplog.records if record.levelname == "DEBUG"]
     assert f"The settings of this run:\n{config_as_yaml(config)}" in debug
-    (log_file,) = tmp_path.iterdir()
-    assert "prompts_per_step: 8" in log_file.read_text()
+    assert "prompts_per_step: 8" in (tmp_path / LOG_FILE).read_text()
 
 
 @pytest.mark.usefixtures("handlers_as_before")
