@@ -163,11 +163,11 @@ def test_the_first_files_of_a_folder_that_no_run_made_are_named(
 
 def test_a_folder_that_another_run_uses_is_told_with_the_setting_that_names_it(tmp_path: Path):
     (tmp_path / "file").touch()
-    with sole_user(tmp_path / "run"):
+    with sole_user(tmp_path / "a" / "run"):
         for setting, text in (((), "run.output_dir"), (("eval.output",), "eval.output")):
             with (
-                pytest.raises(ValueError, match=f'is working in {text} "{tmp_path}/run"'),
-                sole_user(tmp_path / "run", *setting),
+                pytest.raises(ValueError, match=f'is working in {text} "{tmp_path}/a/run"'),
+                sole_user(tmp_path / "a" / "run", *setting),
             ):
                 pass
     with (
