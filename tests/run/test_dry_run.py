@@ -19,6 +19,7 @@ from rlmath.config.load import load_config, save_config
 from rlmath.config.run_files import CHECKPOINTS_FOLDER
 from rlmath.config.schema import Config, SaveConfig
 from rlmath.distributed.memory import total_bytes
+from rlmath.planning import machine_room
 from rlmath.planning.checks import check_config
 from rlmath.run.dry_run import kept_checkpoints, needed_disk, plan_lines, plan_run
 from tests.terminal import on_terminal
@@ -597,6 +598,29 @@ def test_the_verdict_agrees_with_what_is_said_of_too_many_ranks(dry, bare_model:
     assert "No problem was found, but this machine has no room for so many ranks." in out
     _, out, _ = dry(SMALL_R1, *settings, "memory.gpu=H100-80GB")
     assert "No problem was found." in out, "a plan for another machine"
+
+
+def test_room_is_counted_for_what_ranks_hold_of_this_kind_of_run(
+    bare_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A supervised run has no engines, whose caches are most of what a rank of GRPO holds."""
+    file = tmp_path / "sums.jsonl"
+    file.write_text(
+        "\n".join(
+            f'{{"prompt": "{n}+1=", "completion": "2", "question": "{n}+1=", "answer": "2"}}'
+            for n in range(8)
+        )
+    )
+    settings = [
+        *(f"model.path={bare_model}", f"data.train_path={file}"),
+        *(f"run.output_dir={tmp_path / 'run'}", "run.device=cpu", "data.prompts_per_step=4"),
+        *("data.template=raw", "data.max_prompt_tokens=32", "rollout.max_new_tokens=16"),
+        *("sft.max_sequence_tokens=64", "rollout.cpu_kv_cache_gib=3", "sft.held_out_share=0"),
+    ]
+    monkeypatch.setattr(machine_room, "total_bytes", lambda: 2 * 2**30)
+    refused = [plan_run(load_config([], settings), 1, kind).not_here for kind in ("grpo", "sft")]
+    assert len(refused[0]) == 1 and "1 rank needs about" in refused[0][0]
+    assert "this machine has 2.0" in refused[0][0] and refused[1] == ()
 
 
 def test_without_a_number_of_ranks_the_least_are_planned(

@@ -1,15 +1,20 @@
-"""What a rank does about an error before anything else."""
+"""What a rank does about an error before anything else, and which settings a start tells."""
 
 from __future__ import annotations
 
 import logging
 import socket
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rlmath.run.join import OnError
+from rlmath.config.load import config_as_yaml, load_config
+from rlmath.config.run_files import LOG_FILE
+from rlmath.config.schema import Kind
+from rlmath.run.join import OnError, changed_settings, log_settings
 
 
 @pytest.mark.parametrize(
@@ -56,3 +61,69 @@ def test_without_an_error_or_before_the_trainer_is_built_no_step_is_written(
     assert caplog.messages == []
     OnError()(ValueError, error, None)
     assert len(caplog.messages) == 1 and caplog.messages[0].endswith("ValueError: no model")
+
+
+# ---------------------------------------------------------------- settings
+
+
+@pytest.fixture
+def handlers_as_before() -> Iterator[None]:
+    """The log file of a test is no other test's."""
+    root = logging.getLogger()
+    before = list(root.handlers)
+    yield
+    for handler in [handler for handler in root.handlers if handler not in before]:
+        root.removeHandler(handler)
+        handler.close()
+
+
+@pytest.mark.usefixtures("handlers_as_before")
+@pytest.mark.parametrize(("kind", "is_told"), [("grpo", True), ("sft", False)])
+def test_the_console_has_what_is_changed_and_the_log_file_all(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Kind, is_told: bool
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    paths = [f"run.output_dir={tmp_path}", "model.path=m", "data.train_path=t"]
+    changes = ["data.prompts_per_step=8", "sft.held_out_share=0", "sft.eval_every_steps=3"]
+    config = load_config([], [*paths, *changes])
+    log_settings(config, kind)
+    (settings,) = (
+        record.getMessage() for record in caplog.records if record.levelno == logging.INFO
+    )
+    first, *lines = settings.splitlines()
+    assert first == "Settings that are not at their defaults; all are in config.yaml:"
+    supervised = "  sft: held_out_share=0.0, eval_every_steps=3"
+    assert (supervised in lines) == (not is_told)
+    assert [line for line in lines if line != supervised] == [
+        f"  run: output_dir={tmp_path}",
+        "  model: path=m",
+        "  data: train_path=t, prompts_per_step=8",
+    ]
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    unused = "Without effect in a GRPO run: sft.held_out_share=0.0, sft.eval_every_steps=3"
+    assert warnings == [unused] * is_told
+    debug = [record.getMessage() for record in caplog.records if record.levelname == "DEBUG"]
+    assert f"The settings of this run:\n{config_as_yaml(config)}" in debug
+    assert "prompts_per_step: 8" in (tmp_path / LOG_FILE).read_text()
+
+
+@pytest.mark.usefixtures("handlers_as_before")
+def test_a_log_file_that_cannot_be_written_ends_no_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "a file"
+    folder.touch()
+    paths = [f"run.output_dir={folder}", "model.path=m", "data.train_path=t"]
+    log_settings(load_config([], paths), "grpo")
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelno > logging.INFO)
+    assert warning.startswith(f"{folder}/") and "The run continues without it" in warning
+
+
+def test_changed_settings_are_those_that_are_not_at_their_defaults() -> None:
+    paths = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
+    assert changed_settings(load_config([], [*paths, "run.seed=1", "lora.rank=4"])) == {
+        "run": ["output_dir=o"],
+        "model": ["path=m"],
+        "data": ["train_path=t"],
+        "lora": ["rank=4"],
+    }

@@ -183,3 +183,61 @@ def test_a_card_says_what_rounding_has_lost_of_the_adapters_and_what_to_take(
     text = "\n\nRounded, the model keeps 96% of what was learned; adapter/ has all of it.\n\n"
     assert text in little
     assert "keeps 17.4% of what was learned; adapter/ has all of it: use that, or export" in much
+
+
+def test_a_card_of_supervised_training_says_so_of_the_folder_that_it_is_given(
+    tmp_path: Path,
+) -> None:
+    """The run's own folder may be of something else: its model was converted elsewhere."""
+    losses = [{"step": step, "held_out/loss": 4.0 - step} for step in (1, 2)]
+    rows(tmp_path, "metrics.jsonl", *losses)
+    config = config_of(tmp_path)
+    card = card_of(config)
+    assert "by supervised training with" in card and "| held-out loss | 1 | 3 | 2 | 2 |" in card
+    (tmp_path / "other" / "run").mkdir(parents=True)
+    rows(tmp_path / "other", "metrics.jsonl", {"step": 1, "task_reward": 0.5})
+    elsewhere = model_card(config, 3, 4, output_dir=tmp_path / "other" / "run").decode()
+    assert "by reinforcement learning with" in elsewhere
+    assert "| mean reward | 1 | 0.5 | 1 | 0.5 |" in elsewhere and "held-out" not in elsewhere
+
+
+def test_a_card_counts_steps_where_their_number_is_not_known(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    assert f"rlmath {rlmath.__version__}: 1 step.\n" in model_card(config, 1, None).decode()
+    assert f"rlmath {rlmath.__version__}: 7 steps.\n" in model_card(config, 7, None).decode()
+
+
+def test_a_card_measures_between_the_first_and_the_last_step_that_it_is_of(tmp_path: Path) -> None:
+    """Each measure has its own first step, and none after the model's step counts."""
+    first, *others = ({"step": step, "task_reward": step / 10} for step in range(5))
+    with_accuracy = [row | {"rollout/accuracy": 0.5} for row in others[1:]]
+    rows(tmp_path, "metrics.jsonl", first, others[0], *with_accuracy)
+    rows(
+        tmp_path,
+        "validation.jsonl",
+        {"step": 1, "validation/a/accuracy": 0.1, "validation/seconds": 7.0},
+        {"step": 3, "validation/a/accuracy": 0.2, "validation/b/accuracy": 0.3},
+    )
+    lines = [line for line in card_of(config_of(tmp_path)).splitlines() if line.startswith("| ")]
+    assert lines == [
+        "| measure | step | value | step | value |",
+        "| mean reward | 1 | 0.1 | 3 | 0.3 |",
+        "| accuracy of sampled answers | 2 | 0.5 | 3 | 0.5 |",
+        "| `validation/a/accuracy` | 1 | 0.1 | 3 | 0.2 |",
+        "| `validation/b/accuracy` | 3 | 0.3 | 3 | 0.3 |",
+    ]
+
+
+def test_settings_of_one_machine_are_no_part_of_a_card(tmp_path: Path) -> None:
+    machine = ("run.distributed_timeout_seconds=7", "run.hub_timeout_seconds=8")
+    card = card_of(config_of(tmp_path, *machine, "run.seed=9"))
+    assert settings_of(card)["run"] == {"seed": 9}
+
+
+def test_a_licence_of_its_own_keeps_its_name_and_address(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    fields = {"license": "other", "license_name": "mine", "license_link": "LICENSE"}
+    text = yaml.safe_dump(fields | {"language": "en"})
+    (tmp_path / "base" / "README.md").write_text(f"---\n{text}---")
+    front = front_of(card_of(config_of(tmp_path, f"model.path={tmp_path}/base")))
+    assert {name: front.get(name) for name in (*fields, "language")} == fields | {"language": None}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -409,6 +410,34 @@ def test_on_one_rank_the_newest_whole_one_is_chosen_and_without_any_it_ends(tmp_
         ValueError, match=r"no checkpoint is whole: .*step-000005.*step-000003 is damaged"
     ):
         choose_checkpoint(recovery)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_what_rank_0_chose_from_is_told_before_the_choice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert choose_checkpoint(None) is None
+    checkpoint(tmp_path, 3)
+    recovery = find_recovery(make_config(tmp_path), ORIGIN, TOTAL)
+    assert recovery is not None
+    choose_checkpoint(replace(recovery, notes=["5 is damaged"], warnings=("other code",)))
+    assert caplog.messages == ["5 is damaged", "other code"]
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_file_that_cannot_be_read_now_is_not_taken_for_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (3, 5):
+        checkpoint(tmp_path, step)
+    monkeypatch.chdir(tmp_path)
+    recovery = find_recovery(make_config(Path()), ORIGIN, TOTAL)
+    tmp_path.chmod(0o755)
+    (tmp_path / "checkpoints" / "step-000005" / "state" / ".metadata").chmod(0)
+    with an_ordinary_user(), pytest.raises(ValueError, match="cannot be known: of ") as error:
+        choose_checkpoint(recovery)
+    refusal = r"step-000005 rank 0 on \S+ cannot read state/.metadata \(Permission denied\)"
+    assert re.search(refusal, str(error.value))
 
 
 def flip(path: Path) -> None:

@@ -146,6 +146,49 @@ def test_a_run_may_start_anew_on_another_layout_and_with_another_length(tmp_path
     assert "tensor: 1" in (tmp_path / "earlier" / "001" / "config.yaml").read_text()
 
 
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        (["c", "b", "a"], "a, b, c"),
+        (["d", "c", "b", "a", ".config.yaml.0123abcd.tmp", ".lock"], "a, b, c, ..."),
+    ],
+)
+def test_the_first_files_of_a_folder_that_no_run_made_are_named(
+    tmp_path: Path, files: list[str], told: str
+):
+    for name in files:
+        (tmp_path / name).touch()
+    assert f"it is not empty ({told}) and has no config.yaml" in refusal(tmp_path)
+
+
+def test_a_folder_that_another_run_uses_is_told_with_the_setting_that_names_it(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with sole_user(tmp_path / "a" / "run"):
+        for setting, text in (((), "run.output_dir"), (("eval.output",), "eval.output")):
+            with (
+                pytest.raises(ValueError, match=f'is working in {text} "{tmp_path}/a/run"'),
+                sole_user(tmp_path / "a" / "run", *setting),
+            ):
+                pass
+    with (
+        pytest.raises(ValueError, match=f'^eval.output "{tmp_path}/file" cannot be written'),
+        sole_user(tmp_path / "file", "eval.output"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("key", ["model.path", "critic.path", "teacher.path", "sft.held_out_path"])
+def test_an_input_in_the_folder_is_refused_also_where_the_run_goes_on(tmp_path: Path, key: str):
+    """It is one wherever the link that names it lies."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run" / "x")
+    config = make_config(tmp_path / "run", f"{key}={tmp_path}/link")
+    with pytest.raises(ValueError, match=f'{key} "{tmp_path}/link" lies in it'):
+        check_output_folder(tmp_path / "run", config, resumes=True)
+    beside = make_config(tmp_path / "run", f"{key}={tmp_path}/runs")
+    check_output_folder(tmp_path / "run", beside, resumes=True)
+
+
 def test_what_a_broken_start_left_is_no_obstacle(tmp_path: Path):
     (tmp_path / "exit_status.json").write_text("{}")
     (tmp_path / ".exit_status.json.4711.tmp").write_text("{")
