@@ -189,8 +189,8 @@ def test_a_card_of_supervised_training_says_so_of_the_folder_that_it_is_given(
     tmp_path: Path,
 ) -> None:
     """The run's own folder may be of something else: its model was converted elsewhere."""
-    losses = [{"step": step, "held_out/loss": 4.0 - step} for step in (1, 2)]
-    rows(tmp_path, "metrics.jsonl", *losses)
+    first_loss = {"step": 1, "held_out/loss": 3.0}
+    rows(tmp_path, "metrics.jsonl", first_loss, {"step": 2, "held_out/loss": 2.0})
     config = config_of(tmp_path)
     card = card_of(config)
     assert "by supervised training with" in card and "| held-out loss | 1 | 3 | 2 | 2 |" in card
@@ -209,9 +209,15 @@ def test_a_card_counts_steps_where_their_number_is_not_known(tmp_path: Path) -> 
 
 def test_a_card_measures_between_the_first_and_the_last_step_that_it_is_of(tmp_path: Path) -> None:
     """Each measure has its own first step, and none after the model's step counts."""
-    first, *others = ({"step": step, "task_reward": step / 10} for step in range(5))
-    with_accuracy = [row | {"rollout/accuracy": 0.5} for row in others[1:]]
-    rows(tmp_path, "metrics.jsonl", first, others[0], *with_accuracy)
+    rows(
+        tmp_path,
+        "metrics.jsonl",
+        {"step": 0, "task_reward": 0.0},
+        {"step": 1, "task_reward": 0.1},
+        {"step": 2, "task_reward": 0.2, "rollout/accuracy": 0.5},
+        {"step": 3, "task_reward": 0.3, "rollout/accuracy": 0.5},
+        {"step": 4, "task_reward": 0.4, "rollout/accuracy": 0.5},
+    )
     rows(
         tmp_path,
         "validation.jsonl",
@@ -229,8 +235,13 @@ def test_a_card_measures_between_the_first_and_the_last_step_that_it_is_of(tmp_p
 
 
 def test_settings_of_one_machine_are_no_part_of_a_card(tmp_path: Path) -> None:
-    machine = ("run.distributed_timeout_seconds=7", "run.hub_timeout_seconds=8")
-    card = card_of(config_of(tmp_path, *machine, "run.seed=9"))
+    config = config_of(
+        tmp_path,
+        "run.distributed_timeout_seconds=7",
+        "run.hub_timeout_seconds=8",
+        "run.seed=9",
+    )
+    card = card_of(config)
     assert settings_of(card)["run"] == {"seed": 9}
 
 
