@@ -160,16 +160,17 @@ def test_filters_come_before_and_contrast_behind():
     answers: list[Answer] = [(g == 0, ("ok",), 1) for g in range(8)]
     void = {1, 2}
     rules = SelectionRules(
-        "accuracy",
-        is_void=lambda prompt, done: done.sample_index in void,
-        resample_to=4,
-        seed=7,
+        "accuracy", is_void=lambda prompt, done: done.sample_index in void, resample_to=4
     )
-    choice = choose(group(answers), rules)
-    assert choice.dropped is None and choice.filtered == ("void",) * 2 + ("oversampled",) * 2
-    assert len(choice.samples) == 4 and 0 in choice.samples and not void & set(choice.samples)
+    for seed in range(8):
+        choice = choose(group(answers), replace(rules, seed=seed))
+        assert choice.dropped is None
+        assert choice.filtered == ("void",) * 2 + ("oversampled",) * 2
+        assert len(choice.samples) == 4 and 0 in choice.samples and not void & set(choice.samples)
     all_right = choose(group([(True, ("ok",), 1)] * 8), rules)
     assert all_right == Chosen((), ("void",) * 2 + ("oversampled",) * 2, "right")
+    nothing = SelectionRules(is_void=lambda prompt, done: True, resample_to=4)
+    assert choose(group(answers), nothing).dropped == "empty"
 
 
 def test_advantages_are_of_the_kept_completions_alone():
