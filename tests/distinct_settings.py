@@ -37,8 +37,8 @@ reward: scheme=independent format_penalty=-0.152 output_scaling=1.53 length_pena
     function=package.module:name function_failure=-0.157 rewards=[correctness,length,steps=package.other:steps]
     weights=[1.571,-0.572,0.573] combine=gdpo timeout_seconds=15.8 workers=2 max_failure_share=0.159 strict=false
 selection: dynamic_sampling=reward max_extra_prompts=160 min_completion_tokens=161 max_completion_tokens=162
-    drop_truncated=true
-algorithm: preset=cispo advantage=rloo pass_k=1631 advantage_eps=0.00163 loss=cispo loss_normalisation=constant
+    drop_truncated=true resample_to=1631
+algorithm: preset=cispo advantage=rloo pass_k=1632 advantage_eps=0.00163 loss=cispo loss_normalisation=constant
     n_minibatches=164 epochs=165 shuffle=false clip_ratio=0.166 clip_ratio_high=0.267 dual_clip=3.68
     sapo_temperature_pos=1.683 sapo_temperature_neg=1.684 off_policy_mask=0.685 recompute_logprobs=false
     proximal_logprobs=compare importance_correction=sequence importance_cap=1.69 importance_mask_low=0.17

@@ -5,6 +5,7 @@ Each passes a dry run, and has the numbers of the document that it is named afte
 from __future__ import annotations
 
 import json
+import runpy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -44,6 +45,7 @@ class Told:
 
 R1_1_5B, R1_7B, R1_32B = (f"DeepSeek-R1-Distill-Qwen-{size}" for size in ("1.5B", "7B", "32B"))
 MATH = "Qwen2.5-Math-1.5B"
+QWEN_32B = "Qwen2.5-32B-Instruct"
 RECIPES = {
     "areal/1.5b_n1.yaml": Told(8, 512, 16, 1024, 27648, 2e-5, 4, R1_1_5B),
     "areal/1.5b_n4.yaml": Told(32, 512, 16, 1024, 27648, 2e-5, 4, R1_1_5B),
@@ -57,13 +59,53 @@ RECIPES = {
     "rlinf/grpo-7b.yaml": Told(128, 512, 32, 1024, 27648, 2e-5, 4, R1_7B),
     "simplerl/v1.yaml": Told(2, 128, 8, 512, 1024, 5e-7, 1, MATH, "simplerl"),
     "simplerl/v2.yaml": Told(2, 256, 8, 256, 3840, 2e-6, 2, MATH, "simplerl"),
+    "tools/torl_1.5b.yaml": Told(
+        8,
+        128,
+        16,
+        prompt_tokens=512,
+        new_tokens=3072,
+        lr=1e-6,
+        minibatches=1,
+        model=MATH,
+        form="simplerl",
+    ),
+    "tools/simpletir_7b.yaml": Told(
+        8,
+        512,
+        16,
+        prompt_tokens=4096,
+        new_tokens=8000,
+        lr=1e-6,
+        minibatches=4,
+        model="Qwen2.5-7B",
+        form="simplerl",
+    ),
+    "tools/retool_32b.yaml": Told(
+        16,
+        512,
+        16,
+        prompt_tokens=2048,
+        new_tokens=16384,
+        lr=1e-6,
+        minibatches=8,
+        model=QWEN_32B,
+        form="dapo",
+    ),
 }
+CALLS = {
+    "tools/torl_1.5b.yaml": ("fence", 1, "keep"),
+    "tools/simpletir_7b.yaml": ("fence", 4, "drop"),
+    "tools/retool_32b.yaml": ("chat", 7, "keep"),
+}
+"""Form and number of calls, one less than turns, and what becomes of a void turn."""
 PARAMETERS = {
     R1_1_5B: 1_777_088_000,
     R1_7B: 7_615_616_512,
     R1_32B: 32_763_876_352,
     "Qwen2.5-7B": 7_615_616_512,
     MATH: 1_543_714_304,
+    QWEN_32B: 32_763_876_352,
     "Qwen3-30B-A3B": 30_532_122_624,
 }
 """Worked out by hand: vocabulary x hidden for the embedding, once more for a head of its own; for a
@@ -101,8 +143,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         }
         for number, name in enumerate(ids)
     ]
-    paths = {"boba": "boba.jsonl", "areal_v01": "prompts.jsonl", "simplerl": "train.parquet"}
-    for form, rows in (("boba", boba), ("areal_v01", v01)):
+    dapo = [{"data_source": "math_dapo"} | chat for chat in chats]
+    paths = {
+        "boba": "boba.jsonl",
+        "areal_v01": "prompts.jsonl",
+        "simplerl": "train.parquet",
+        "dapo": "dapo.jsonl",
+    }
+    for form, rows in (("boba", boba), ("areal_v01", v01), ("dapo", dapo)):
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / paths[form]).write_text(text, encoding="utf-8")
     info = {name: {"solutions": solutions[name]} for name in ids}
@@ -121,6 +169,7 @@ def test_a_recipe_passes_its_dry_run(name: str, data: dict[str, Path], tmp_path:
     facts = RECIPES[name]
     file = data[facts.form]
     overrides = [f"data.train_path={file}", f"run.output_dir={tmp_path / 'run'}"]
+    overrides.append("data.more_train_paths=[]")
     if recipe(name).validation.paths:
         overrides.append(f"validation.paths=[{file}]")
     plan = plan_run(recipe(name, *overrides))
@@ -157,6 +206,29 @@ def test_a_recipe_has_the_numbers_of_its_document(name: str):
         facts.minibatches,
     )
     assert Path(config.model.path).name == facts.model and config.data.format == facts.form
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_has_the_calls_of_its_document(name: str):
+    tools = recipe(name).tools
+    form, calls, void_turns = CALLS.get(name, (None, 0, ""))
+    assert tools.format == form
+    if form is not None:
+        assert (tools.max_calls, tools.void_turns, tools.state) == (calls, void_turns, "fresh")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_prompt_of_a_recipe_with_a_tool_asks_for_a_box_and_shows_the_fences_that_are_read(
+    name: str,
+):
+    config = recipe(name)
+    path, _, function = config.data.template.partition(":")
+    template = runpy.run_path(str(CONFIGS.parent / path))[function]
+    prompt = template("What is 6 x 7?", {})
+    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    has_fences = "```python" in text and "```output" in text
+    assert has_fences == (config.tools.format == "fence")
+    assert "What is 6 x 7?" in text and "\\boxed{" in text
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -1,9 +1,9 @@
-"""Choice of the sampled completions to learn from: length filters and dynamic sampling.
+"""Choice of the sampled completions to learn from: filters, resampling and dynamic sampling.
 
 All functions are pure.
 
-    sampled groups -> length filters -> groups without contrast are dropped -> more prompts where
-    too few are left
+    sampled groups -> length filters -> resampling -> groups without contrast are dropped -> more
+    prompts where too few are left
 
 Dynamic sampling: DAPO, arXiv:2503.14476, section 3.2.
 """
@@ -15,12 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from rlmath.algorithms.resampling import resampled
 from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
 
 Contrast = Literal["accuracy", "reward"]
 
 DROP_REASONS = ("right", "wrong", "uniform", "rule", "empty", "surplus")
-FILTER_REASONS = ("short", "long", "truncated")
+FILTER_REASONS = ("short", "long", "truncated", "oversampled")
 TOOL_REASONS = ("void", "lost")
 """Why completions with tools leave their groups: `tools.void_turns`, and faults of the machine."""
 
@@ -44,6 +45,10 @@ class SelectionRules:
     """Says which completions leave their group as their last turn has neither call nor answer."""
     keep: Callable[[Sequence[ScoredGroup]], list[bool]] | None = None
     """Says which groups are learned from, with dynamic sampling by "function"."""
+    resample_to: int | None = None
+    """Most completions of a group that are learned from; the others are "oversampled"."""
+    seed: int = 0
+    """Seed of what resampling leaves to chance."""
 
     @property
     def drop_anything(self) -> bool:
@@ -81,8 +86,8 @@ def choose(group: ScoredGroup, rules: SelectionRules) -> Chosen:
 def choose_all(groups: Sequence[ScoredGroup], rules: SelectionRules) -> list[Chosen]:
     """The choice from each group.
 
-    Length filters come first; the completions that they keep are then checked for contrast, or
-    given to `rules.keep`."""
+    Length filters come first, then resampling; the completions that these keep are checked for
+    contrast, or given to `rules.keep`."""
     chosen = [_choose(group, rules) for group in groups]
     if rules.keep is None:
         return chosen
@@ -104,6 +109,10 @@ def _choose(group: ScoredGroup, rules: SelectionRules) -> Chosen:
     reasons = [_filtered(group.prompt, completion, rules) for completion in group.completions]
     samples = tuple(g for g, reason in enumerate(reasons) if reason is None)
     filtered = tuple(reason for reason in reasons if reason is not None)
+    if rules.resample_to is not None:
+        remaining = resampled(group, samples, rules.resample_to, seed=rules.seed)
+        filtered += ("oversampled",) * (len(samples) - len(remaining))
+        samples = remaining
     dropped = "empty" if not samples else _without_contrast(group, samples, rules)
     return Chosen(() if dropped else samples, filtered, dropped)
 

@@ -111,6 +111,11 @@ class SelectionConfig:
     drop_truncated: bool = False
     """Completions cut off at rollout.max_new_tokens leave their group, before advantages (as DAPO's
     overlong filtering, which leaves them in the group's statistics)."""
+    resample_to: Annotated[int, Range(2)] | None = None
+    """With tools: most completions of a prompt that are learned from, of the rollout.group_size
+    that are sampled (GRPO-RoC, arXiv:2508.20722, takes half). Right and wrong answers keep their
+    shares; of the right ones those with the fewest failed calls stay, of the wrong ones any. null:
+    all."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,9 @@ NO_KEY = "no key"
 """How an answer begins where nothing of ours corresponds to a name."""
 
 _TOKENS = "in tokens: a micro-batch has as many sequences as fit"
+_CPU_TIME = "in seconds of CPU time; by the clock it is ten times as much"
+_ONE_TOOL = "the one tool is Python, in a sandbox of the engine's"
+_NO_FEEDBACK = "a completion is not answered, so that it could be tried again"
 
 AREAL = {
     "actor.path": "`model.path`",
@@ -86,6 +89,16 @@ AREAL = {
     "experiment_name": "`run.output_dir`, a path",
     "trial_name": "`run.output_dir`, a path",
     "cluster.fileroot": "`run.output_dir`, a path",
+    "tir.max_turns": "`tools.max_calls`",
+    "tir.max_length": f"{NO_KEY}: `rollout.max_new_tokens` bounds what is sampled, outputs not "
+    "counted",
+    "tir.tool_timeout": f"`tools.call_cpu_seconds`, {_CPU_TIME}",
+    "tir.enable_tools": f"{NO_KEY}: {_ONE_TOOL}",
+    "tir.is_chat_model: true": "`tools.format: chat`",
+    "tir.is_chat_model: false": "`tools.format: fence`",
+    "max_turns, of multi-turn workflows": f"{NO_KEY}: {_NO_FEEDBACK}",
+    "agent_run_args.max_turns": f"{NO_KEY}: {_NO_FEEDBACK}",
+    "turn_discount": f"{NO_KEY}: {_NO_FEEDBACK}",
 }
 """Names of AReaL 0.1 to 0.3, and what later versions renamed."""
 
@@ -127,8 +140,26 @@ VERL = {
     "actor_rollout_ref.rollout.multi_turn.enable": "`tools.format: chat` or `fence`, with "
     "Python as the one tool",
     "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": "`tools.max_calls` = this - 1",
+    "actor_rollout_ref.rollout.multi_turn.max_user_turns": "`tools.max_calls`: outputs are the only "
+    "turns of others",
+    "actor_rollout_ref.rollout.multi_turn.max_parallel_calls": f"{NO_KEY}: all calls of a turn run, "
+    "in order, and each counts in `tools.max_calls`",
     "actor_rollout_ref.rollout.multi_turn.max_tool_response_length": "`tools.max_output_tokens`, in "
     "tokens, not in characters",
+    "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side: middle": f"{NO_KEY}: of a "
+    "longer output beginning and end are shown, as with this value",
+    "actor_rollout_ref.rollout.multi_turn.format: hermes": "`tools.format: chat`: the form is that "
+    "of the model's chat template",
+    "actor_rollout_ref.rollout.multi_turn.tool_config_path": f"{NO_KEY}: {_ONE_TOOL}",
+    "actor_rollout_ref.rollout.multi_turn.interaction_config_path": f"{NO_KEY}: {_NO_FEEDBACK}",
+    "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode": f"{NO_KEY}: tokens are "
+    "never encoded again, and the chat template is tried at the start",
+    "actor_rollout_ref.rollout.agent.default_agent_loop: tool_agent": "`tools.format: chat`",
+    "actor_rollout_ref.rollout.agent.agent_loop_config_path": f"{NO_KEY}: {_ONE_TOOL}",
+    "default_timeout, of a tool's config": f"`tools.call_cpu_seconds`, {_CPU_TIME}",
+    "memory_limit_mb, of a tool's config": "`tools.memory_gib`, in GiB",
+    "rate_limit, of a tool's config": "`tools.cores`, for each engine",
+    "sandbox_fusion_url, of a tool's config": f"{NO_KEY}: {_ONE_TOOL}",
     "actor_rollout_ref.rollout.val_kwargs.n": "`validation.samples`",
     "actor_rollout_ref.rollout.val_kwargs.temperature": "`validation.temperature`",
     "actor_rollout_ref.rollout.val_kwargs.top_p": "`validation.top_p`",
@@ -292,8 +323,12 @@ TRL = {
     "num_generations": "`rollout.group_size`",
     "num_generations_eval": "`validation.samples`",
     "max_completion_length": "`rollout.max_new_tokens`",
-    "max_tool_calling_iterations": "`tools.max_calls`; `tools.format: chat` and `fence` have "
-    "Python as the one tool",
+    "GRPOTrainer(tools=...)": "`tools.format: chat`, with Python as the one tool, not functions of "
+    "yours",
+    "max_tool_calling_iterations": "`tools.max_calls`, calls, not turns; `tools.format: chat` and "
+    "`fence` have Python as the one tool",
+    "environment_factory": f"{NO_KEY}: {_ONE_TOOL}",
+    "rollout_func": f"{NO_KEY}: sampling is always vLLM's, and {_ONE_TOOL}",
     "max_length": "`sft.max_sequence_tokens` (of SFTConfig): longer sequences are dropped, not cut",
     "max_seq_length": "`sft.max_sequence_tokens` (of SFTConfig): longer sequences are dropped, "
     "not cut",
@@ -446,6 +481,23 @@ NEMO_RL = {
 }
 """examples/configs/grpo_math_1B.yaml of August 2026."""
 
+SLIME = {
+    "custom_generate_function_path: generate_with_retool.generate": "`tools.format: chat`, with "
+    "Python as the one tool",
+    "custom_rm_path": "`reward.function: path/to/file.py:name`",
+    "max_tool_calls": "`tools.max_calls`",
+    "tool_concurrency": "`tools.cores`, for each engine",
+    "python_timeout": f"`tools.call_cpu_seconds`, {_CPU_TIME}",
+    "python_memory_limit": "`tools.memory_gib`, in GiB",
+    "rollout_max_response_len": "`rollout.max_new_tokens`, of all turns together, not of each",
+    "rollout_max_context_len": f"{NO_KEY}: `rollout.max_new_tokens` bounds what is sampled",
+    "rollout_batch_size": "`data.prompts_per_step`",
+    "num_rollout": "`run.total_steps`",
+    "partial_rollout": "`rollout.tail: carry`, also with tools",
+    "max_tokens_per_gpu": "`policy.max_tokens_per_microbatch`",
+}
+"""Options of slime's script retool_qwen3_4b_rl.sh, and names of its `TOOL_CONFIGS`."""
+
 COMMON = {
     "epochs": "`run.total_epochs`, over the prompts; `algorithm.epochs` are those over a step's "
     "samples",
@@ -477,6 +529,7 @@ TRAINERS: Mapping[str, Mapping[str, str]] = {
     "NeMo-RL": NEMO_RL,
     "RLinf": RLINF,
     "SimpleRL": SIMPLERL,
+    "slime": SLIME,
     "Other trainers": COMMON,
 }
 """Settings that correspond to names of other trainers, by trainer.

@@ -10,6 +10,7 @@ nothing: `help.schema_problems` does.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -677,6 +678,11 @@ class Config:
     sft: SftConfig = SftConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     save: SaveConfig = SaveConfig()
+
+    @property
+    def learned_group_size(self) -> int:
+        """Most completions of a prompt that a step learns from."""
+        return min(self.rollout.group_size, self.selection.resample_to or sys.maxsize)
 
     @property
     def on_policy(self) -> bool:

@@ -524,11 +524,16 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             "algorithm.top_entropy_share, clip_cov_ratio and kl_cov_ratio make that pass. Set "
             "algorithm.proximal_logprobs=recompute."
         )
-    samples = config.data.prompts_per_step * config.rollout.group_size
+    samples = config.data.prompts_per_step * config.learned_group_size
     minibatches = algorithm.n_minibatches
     if samples < minibatches:
+        size = (
+            "rollout.group_size"
+            if config.learned_group_size == config.rollout.group_size
+            else "selection.resample_to"
+        )
         yield (
-            f"data.prompts_per_step x rollout.group_size gives {samples} samples a step, which "
+            f"data.prompts_per_step x {size} gives {samples} samples a step, which "
             "cannot fill "
             f"{minibatches} minibatches (algorithm.n_minibatches). Raise the former or lower the "
             "latter."

@@ -161,6 +161,29 @@ CONFLICTS = (
     ),
     Conflict(
         when=lambda config: [
+            config.algorithm.advantage == "pass@k",
+            exceeds(config.algorithm.pass_k, config.selection.resample_to),
+        ],
+        text="algorithm.pass_k is {algorithm.pass_k}, above selection.resample_to "
+        "{selection.resample_to}, the most of a group that are learned from. Lower the former.",
+    ),
+    Conflict(
+        when=lambda config: [config.selection.resample_to, not config.tools.format],
+        text="selection.resample_to is {selection.resample_to}, and tools.format is null: "
+        "completions are chosen by their failed calls, and none calls. Set "
+        "selection.resample_to=null, or tools.format.",
+    ),
+    Conflict(
+        when=lambda config: [
+            config.selection.resample_to,
+            not exceeds(config.rollout.group_size, config.selection.resample_to),
+        ],
+        text="selection.resample_to is {selection.resample_to}, not below rollout.group_size "
+        "{rollout.group_size}: nothing is left to choose. Raise rollout.group_size, which says how "
+        "many are sampled (GRPO-RoC: twice as many), or set selection.resample_to=null.",
+    ),
+    Conflict(
+        when=lambda config: [
             config.algorithm.advantage in ("maxrl", "pass@k"),
             kl_in_reward(config.algorithm),
         ],

@@ -157,3 +157,8 @@ def _reward_warnings(
             "whole groups are right "
             'and are dropped: return "correct", or take selection.dynamic_sampling=reward.'
         )
+    if selection.resample_to is not None and functions and not is_verified(reward):
+        yield (
+            f"selection.resample_to with {next(iter(functions))}: an answer counts as right where "
+            'its metric "correct" is above 0, without one where its reward is. Return "correct".'
+        )

@@ -125,6 +125,11 @@ FIGURES: Mapping[str, Sequence[Lines]] = {
             },
         ),
         Lines("How calls ended", "share of calls", {"tools/status/*": ""}, form="stack"),
+        Lines(
+            "Failed calls",
+            "share of calls",
+            {"tools/failed_calls": "sampled", "tools/failed_calls_learned": "learned from"},
+        ),
         Lines("Outputs cut", "share of calls", {"tools/outputs_cut": "cut"}),
         Lines("Turns without an answer", "share of completions", {"tools/void_turns": "void"}),
         Lines(

@@ -382,6 +382,11 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
         f"Step: {counted(prompts, 'prompt')} x {counted(group, 'completion')} = "
         f"{prompts * group:,} sequences"
     )
+    if (learned := config.learned_group_size) < group:
+        yield (
+            f"  {learned} of the {group} are learned from, {prompts * learned:,} sequences a step: "
+            "of right answers those with the fewest failed calls, of wrong ones any"
+        )
     minibatches = config.algorithm.n_minibatches
     epochs = config.algorithm.epochs
     yield (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlmath.algorithms.dynamic_sampling import TOOL_REASONS, Selection
+from rlmath.algorithms.resampling import has_failed
 from rlmath.config.schema import ToolsConfig
 from rlmath.data.tool_formats import ends_with_call
 from rlmath.rollout.work_queue import EngineUsage
@@ -17,8 +18,9 @@ def tool_metrics(selection: Selection, is_void: VoidRule, tools: ToolsConfig) ->
     """Calls and their outcomes over all groups that a step has; shares from 0 to 1.
 
     Accuracies of completions with and without calls are there where there are such; shares of calls
-    where there are calls. Lost completions are neither right nor wrong nor void. Completions that
-    left their groups are counted. Seconds are those for which completions waited."""
+    where there are calls; those of failed calls, of all and of the learned completions, where
+    completions were oversampled. Lost completions are neither right nor wrong nor void. Completions
+    that left their groups are counted. Seconds are those for which completions waited."""
     completions = [done for group in selection.sampled for done in group.completions]
     calls = [call for completion in completions for call in completion.calls]
     output_tokens = sum(len(done.token_ids) - done.n_sampled for done in completions)
@@ -60,6 +62,13 @@ def tool_metrics(selection: Selection, is_void: VoidRule, tools: ToolsConfig) ->
             "tools/wait_s": sum(seconds) / len(calls),
             "tools/wait_s_p99": seconds[int(0.99 * (len(seconds) - 1))],
         }
+    if filtered["oversampled"]:
+        learned = [done for group in selection.learned for done in group.completions]
+        judged_completions = [completion for _, completion, _ in judged]
+        for name, chosen in (("", judged_completions), ("_learned", learned)):
+            failures = [has_failed(call) for done in chosen for call in done.calls]
+            if failures:
+                metrics[f"tools/failed_calls{name}"] = sum(failures) / len(failures)
     return metrics
 
 

@@ -68,6 +68,7 @@ def test_the_defaults_have_no_problem():
         ["data.prompts_per_step=2", "rollout.group_size=2", "algorithm.n_minibatches=4"],
         ["selection.min_completion_tokens=5", "selection.max_completion_tokens=5"],
         ["selection.dynamic_sampling=accuracy", "selection.max_extra_prompts=100"],
+        ["selection.resample_to=15", "rollout.group_size=16", "tools.format=fence"],
         ["algorithm.loss=gspo", "algorithm.clip_ratio=3e-4", "algorithm.n_minibatches=2"],
         ["algorithm.dual_clip=3", "algorithm.recompute_logprobs=false"],
         ["algorithm.kl_in=reward", "algorithm.kl_coef=0.1", "algorithm.advantage=ppo", K1],
@@ -108,6 +109,14 @@ selection.min_completion_tokens=9 selection.max_completion_tokens=8: selection.m
     selection.min_completion_tokens 9
 rollout.min_new_tokens=9 selection.max_completion_tokens=8: or rollout.min_new_tokens 9: every completion would be
     left out. Raise it.
+selection.resample_to=8: selection.resample_to is 8, and tools.format is null: completions are chosen by their failed
+    calls
+selection.resample_to=16 rollout.group_size=16 tools.format=fence: selection.resample_to is 16, not below
+    rollout.group_size 16
+selection.resample_to=4 tools.format=fence algorithm.advantage=pass@k algorithm.pass_k=5: algorithm.pass_k is 5, above
+    selection.resample_to 4
+selection.resample_to=4 tools.format=fence data.prompts_per_step=2 algorithm.n_minibatches=9: data.prompts_per_step x
+    selection.resample_to gives 8 samples a step
 """
 
 
@@ -139,6 +148,7 @@ algorithm.kl_in=reward algorithm.kl_coef=0.1 algorithm.kl_estimator=abs algorith
     algorithm.kl_estimator="abs" in the reward has no gradient of first order
 selection.dynamic_sampling=accuracy selection.max_extra_prompts=9 reward.function=own:reward: return "correct", or
     take selection.dynamic_sampling=reward
+selection.resample_to=8 tools.format=fence reward.function=own:reward: selection.resample_to with reward.function
 selection.dynamic_sampling=reward: samples none in their place
 algorithm.kl_in=reward: no effect with algorithm.kl_coef=0
 algorithm.kl_coef=0.1 {K1}: an expected gradient of 0

@@ -339,6 +339,14 @@ def test_the_plan_of_a_recipe(dry):
     assert phases == ["sync", "generate", "logprobs", "update"]
 
 
+def test_the_plan_says_how_many_completions_are_sampled_and_learned_from(dry):
+    status, out, _ = dry(
+        SMALL_R1, "tools.format=fence", "tools.max_calls=2", "selection.resample_to=8"
+    )
+    assert status == 0 and "Step: 512 prompts x 16 completions = 8,192 sequences\n" in out
+    assert "  8 of the 16 are learned from, 4,096 sequences a step: of right answers those" in out
+
+
 def test_the_plan_of_a_critic_on_32_gpus(dry):
     """A 7B critic beside a 7B policy does not fit as the recipe has it.
 

@@ -189,7 +189,13 @@ def test_early_stop() -> None:
 
 def test_selection() -> None:
     assert selection_rules(DISTINCT) == SelectionRules(
-        dynamic="reward", min_tokens=161, max_tokens=162, drop_truncated=True, parts=(0, 1, 2)
+        dynamic="reward",
+        min_tokens=161,
+        max_tokens=162,
+        drop_truncated=True,
+        parts=(0, 1, 2),
+        resample_to=1631,
+        seed=101,
     )
 
 

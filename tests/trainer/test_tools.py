@@ -20,7 +20,7 @@ from rlmath.algorithms.types import (
 )
 from rlmath.config.length_curriculum import measured_tools
 from rlmath.config.load import load_config
-from rlmath.config.schema import Config, ToolsConfig
+from rlmath.config.schema import Config, SelectionConfig, ToolsConfig
 from rlmath.data.dataset import ValidationFile
 from rlmath.data.packing import pack
 from rlmath.planning.setting_tables import conflicts, without_effect
@@ -211,6 +211,21 @@ def test_a_step_without_calls_has_no_shares_of_them() -> None:
         "tools/lost_completions": 0.0,
         "tools/accuracy_without_calls": 0.5,
     }
+
+
+def test_failed_calls_are_told_before_and_after_resampling() -> None:
+    """A fault of the machine is none of the model's."""
+    failing = [called(g, "I add\nso \\boxed{2}", status="error") for g in range(3)]
+    completions = (*failing, replace(ANSWERED, sample_index=3), replace(LOST, sample_index=4))
+    scores = (RIGHT, RIGHT, WRONG, RIGHT, WRONG)
+    group = replace(GROUP, completions=completions, scores=scores)
+    config = replace(config_with("mask"), selection=SelectionConfig(resample_to=2))
+    selection = Selection([group], choose_all([group], selection_rules(config)), 1)
+    metrics = tool_metrics(selection, void_rule(config), config.tools)
+    assert (metrics["tools/failed_calls"], metrics["tools/failed_calls_learned"]) == (0.75, 0.5)
+    without = Selection([group], choose_all([group], SelectionRules()), 1)
+    plain_metrics = tool_metrics(without, void_rule(config), config.tools)
+    assert not any("failed_calls" in name for name in plain_metrics)
 
 
 def test_completions_without_a_call_left_are_counted() -> None:

@@ -152,7 +152,10 @@ def plan_step(inputs: StepInputs) -> StepPlan:
     coefficients = inputs.cluster.coefficients
     engine_ranks = config.rollout.ranks
     rollout = plan_rollout(inputs)
-    training = replace(inputs, cluster=cluster.first(cluster.ranks - engine_ranks))
+    batch = inputs.batch
+    group = min(batch.group, config.learned_group_size)
+    learned = replace(batch, sequences=batch.sequences * group // batch.group, group=group)
+    training = replace(inputs, cluster=cluster.first(cluster.ranks - engine_ranks), batch=learned)
     seconds = (
         {} if engine_ranks else {"switch": switch_seconds(inputs), "sync": sync_seconds(inputs)}
     )

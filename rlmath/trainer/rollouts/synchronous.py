@@ -98,6 +98,8 @@ def selection_rules(config: Config, keep: Keep | None = None) -> SelectionRules:
         parts=compared_rewards(reward) if settings.dynamic_sampling == "reward" else (),
         is_void=void_rule_of(config, "drop"),
         keep=keep,
+        resample_to=settings.resample_to,
+        seed=0 if settings.resample_to is None else config.run.seed,
     )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.config.schema import PolicyConfig, ToolsConfig
+from rlmath.config.schema import PolicyConfig, SelectionConfig, ToolsConfig
 from rlmath.data.micro_batches import forward_cost, training_cost
 from rlmath.planning.planner.cluster import COEFFICIENTS, read_coefficients
 from rlmath.planning.planner.step import (
@@ -69,6 +69,14 @@ def test_given_tokens_are_trained_on_as_those_of_a_longer_prompt():
     host = replace(step.cluster.coefficients, token_seconds=1.0)
     packed = plan_step(replace(step, cluster=replace(step.cluster, coefficients=host)))
     assert packed.seconds["other"] == pytest.approx(given_more.tokens)
+
+
+def test_what_resampling_leaves_out_is_sampled_and_not_trained_on():
+    halved = replace(CONFIG, selection=SelectionConfig(resample_to=BATCH.group // 2))
+    whole = plan_step(inputs(CONFIG, 1, flops=1.0)).seconds
+    resampled = plan_step(inputs(halved, 1, flops=1.0)).seconds
+    assert resampled["rollout"] == whole["rollout"]
+    assert resampled["update"] == pytest.approx(whole["update"] / 2)
 
 
 def test_tools_give_completions_a_share_of_the_most_or_what_was_measured():
