@@ -25,9 +25,11 @@ from tests.tool_models import CODES, SIZE, make_chat_script_model, make_script_m
 STEPS = 2
 PROMPTS = 3
 GROUP = 8
+LEARNED = 6
 SETTINGS = f"""
 data.prompts_per_step={PROMPTS} data.max_prompt_tokens=8 data.template=raw parallel.tensor=1
 rollout.group_size={GROUP} rollout.max_new_tokens=30 optimizer.lr=1e-4
+selection.resample_to={LEARNED}
 tools.format=fence tools.max_calls=3 tools.max_output_tokens=64 tools.cores=1 tools.sessions=2
 validation.every_steps=1 validation.samples=6 validation.before_training=false
 telemetry.sample_groups_per_step=100 telemetry.capture_steps=[{STEPS}] save.ckpt_freq_steps=1
@@ -98,6 +100,7 @@ def test_calls_stand_in_the_samples_and_in_the_metrics(place: Path) -> None:
             assert row[f"tools/status/{status}"] == pytest.approx(share)
         assert 0 < row["tools/wait_share"] < 1
         assert row["tools/given_tokens"] > 0 and math.isfinite(row["train/grad_norm"])
+        assert row["selection/filtered/oversampled"] == PROMPTS * (GROUP - LEARNED)
 
 
 def test_validation_calls_tools_too(place: Path) -> None:

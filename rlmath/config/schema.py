@@ -10,7 +10,6 @@ nothing: `help.schema_problems` does.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -682,7 +681,8 @@ class Config:
     @property
     def learned_group_size(self) -> int:
         """Most completions of a prompt that a step learns from."""
-        return min(self.rollout.group_size, self.selection.resample_to or sys.maxsize)
+        group_size = self.rollout.group_size
+        return min(group_size, self.selection.resample_to or group_size)
 
     @property
     def on_policy(self) -> bool:
