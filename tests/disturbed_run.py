@@ -8,7 +8,8 @@ An `event`, or several, is one of
 - interrupt: the step is not made, as the run was asked to stop while it validated;
 - function, error: a function of the user's, or anything else, fails in the step;
 - resume: a function of the user's fails on the checkpoint;
-- disk: from the step on nothing can be written into checkpoints/ and models/;
+- disk: after the step, checkpoints/ and models/ are files: what was in them is gone, and nothing
+  can be written there;
 - validation: the weights after the last step are validated, and the program adds to the summary.
 """
 

@@ -56,7 +56,7 @@ METRICS = set(
     rollout/policy_version rollout/idle_share rollout/idle_share_max rollout/tail_share
     rollout/batch_fill train/entropy_loss train/grad_norm train/learning_rate train/early_stopped_minibatches
     train/behaviour_logprob_diff seconds/rollout seconds/update seconds/sync seconds/step seconds/save
-    tokens_per_second/rollout rollout/mfu train/mfu
+    tokens_per_second/rollout rollout/mfu train/mfu memory_gib
     """.split()
 )
 

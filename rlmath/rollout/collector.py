@@ -228,18 +228,18 @@ class Collector:
 
     def _check_lost(self, by_key: Mapping[Key, Work], sampled: Mapping[Key, Sampled]) -> None:
         """Warn of completions that were lost with their calls; RuntimeError where many are."""
-        ended = {
+        completions = {
             key: sample.completion if isinstance(sample, ScoredCompletion) else sample
             for key, sample in sampled.items()
         }
         lost = [
             completion.calls[-1].output
-            for completion in ended.values()
+            for completion in completions.values()
             if isinstance(completion, Completion) and completion.is_lost
         ]
         calling = [
             key
-            for key, completion in ended.items()
+            for key, completion in completions.items()
             if len(completion.calls) > len(by_key[key].request.so_far.calls)
         ]
         check_lost(

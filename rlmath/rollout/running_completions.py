@@ -64,7 +64,10 @@ class Ended:
     """A completion that an engine samples no further."""
 
     request: Request
-    """The request; where its slice ended first as it goes on, with what is sampled."""
+    """The request.
+
+    Where its slice ended, as it goes on: with what is sampled. Where it is finished, its `so_far`
+    may lack the last tokens: read `completion`."""
     completion: PartialCompletion | Completion
     """All of it; partial where its slice ended first."""
     routes: Tensor | None = None
@@ -157,11 +160,12 @@ class RunningCompletions:
         """`settings` give the distribution where a request does not set its own.
 
         Finished completions get their text from the `tokenizer` and are handed to `score`; without
-        a tokenizer, as on ranks that do not lead their engine, neither happens. `on_step` is called
-        before each step. With `keeps_cache`, completions keep their KV cache when new weights come:
-        those begun later do not share its blocks. `tools` answer calls; nothing of the engine may
-        be waiting for one. `routes_of` gives the experts of a request's first tokens, by its name
-        and their number, which must all be of these weights: no completion is interrupted."""
+        a tokenizer, as on ranks that do not lead their engine, neither happens. `score` gets the
+        request, whose `so_far` may lack the last tokens. `on_step` is called before each step. With
+        `keeps_cache`, completions keep their KV cache when new weights come: those begun later do
+        not share its blocks. `tools` answer calls; nothing of the engine may be waiting for one.
+        `routes_of` gives the experts of a request's first tokens, by its name and their number,
+        which must all be of these weights: no completion is interrupted."""
         self._core = llm.llm_engine.engine_core
         self._scheduler = (
             self._core.engine_core.scheduler
@@ -338,7 +342,7 @@ class RunningCompletions:
         reason: FinishReason,
         routes: Tensor | None = None,
     ) -> Ended:
-        """The completion that is all of what is `sampled`, with its text, handed to `score`."""
+        """The finished completion, all of `sampled`, with its text; handed to `score`."""
         stopped = reason == "stop"
         text = ""
         self._end_session(request, sampled)

@@ -65,8 +65,7 @@ def test_a_model_that_is_not_there_is_told_with_the_folder_that_was_meant(
 ) -> None:
     near = tied_model.with_name(f"{tied_model.name}x")
     (problem,) = problems_of(load_config([], [*settings, f"model.path={near}"]))
-    assert problem.startswith(f'model.path: there is no "{near}".')
-    assert f'"{tied_model.name}"' in problem or str(tied_model) in problem
+    assert problem == f'model.path: there is no "{near}". There is "{tied_model}".'
 
 
 def test_a_model_on_the_hub_has_no_shape_yet(settings: list[str]) -> None:
@@ -99,13 +98,13 @@ def test_other_settings_than_the_newest_checkpoints_are_told_all_at_once(
     )
 
 
-def test_a_folder_of_something_else_is_no_place_for_a_run(
+def test_a_problem_of_the_runs_folder_is_told_with_the_setting_that_names_it(
     settings: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").touch()
     (problem,) = problems_of(load_config([], settings))
-    assert problem.startswith(f'run.output_dir "{tmp_path}/run": it is not empty (thesis.tex)')
+    assert problem.startswith(f'run.output_dir "{tmp_path}/run": ')
 
 
 def test_a_folder_that_cannot_be_read_is_told_once(settings: list[str], tmp_path: Path) -> None:

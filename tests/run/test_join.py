@@ -14,7 +14,7 @@ import pytest
 from rlmath.config.load import config_as_yaml, load_config
 from rlmath.config.run_files import LOG_FILE
 from rlmath.config.schema import Kind
-from rlmath.run.join import OnError, changed_settings, log_settings
+from rlmath.run.join import OnError, log_settings
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_without_an_error_or_before_the_trainer_is_built_no_step_is_written(
 
 @pytest.fixture
 def handlers_as_before() -> Iterator[None]:
-    """The log file of a test is no other test's."""
+    """Log files that a test opens are closed after it."""
     root = logging.getLogger()
     before = list(root.handlers)
     yield
@@ -84,7 +84,12 @@ def test_the_console_has_what_is_changed_and_the_log_file_all(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     paths = [f"run.output_dir={tmp_path}", "model.path=m", "data.train_path=t"]
-    changes = ["data.prompts_per_step=8", "sft.held_out_share=0", "sft.eval_every_steps=3"]
+    changes = [
+        "run.seed=1",
+        "data.prompts_per_step=8",
+        "sft.held_out_share=0",
+        "sft.eval_every_steps=3",
+    ]
     config = load_config([], [*paths, *changes])
     log_settings(config, kind)
     (settings,) = (
@@ -117,13 +122,3 @@ def test_a_log_file_that_cannot_be_written_ends_no_run(
     log_settings(load_config([], paths), "grpo")
     (warning,) = (record.getMessage() for record in caplog.records if record.levelno > logging.INFO)
     assert warning.startswith(f"{folder}/") and "The run continues without it" in warning
-
-
-def test_changed_settings_are_those_that_are_not_at_their_defaults() -> None:
-    paths = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
-    assert changed_settings(load_config([], [*paths, "run.seed=1", "lora.rank=4"])) == {
-        "run": ["output_dir=o"],
-        "model": ["path=m"],
-        "data": ["train_path=t"],
-        "lora": ["rank=4"],
-    }

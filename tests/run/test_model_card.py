@@ -185,10 +185,8 @@ def test_a_card_says_what_rounding_has_lost_of_the_adapters_and_what_to_take(
     assert "keeps 17.4% of what was learned; adapter/ has all of it: use that, or export" in much
 
 
-def test_a_card_of_supervised_training_says_so_of_the_folder_that_it_is_given(
-    tmp_path: Path,
-) -> None:
-    """The run's own folder may be of something else: its model was converted elsewhere."""
+def test_a_card_tells_the_kind_of_training_by_the_metrics_of_its_folder(tmp_path: Path) -> None:
+    """A model that is converted has the metrics of another folder than `run.output_dir`."""
     first_loss = {"step": 1, "held_out/loss": 3.0}
     rows(tmp_path, "metrics.jsonl", first_loss, {"step": 2, "held_out/loss": 2.0})
     config = config_of(tmp_path)

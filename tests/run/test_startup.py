@@ -245,6 +245,7 @@ def test_a_start_without_torchrun_is_refused(tied_model: Path, tmp_path: Path) -
         (["--help", "algorithm"], 0, ["algorithm.clip_ratio"]),
         (["--seed", "3"], 2, ["unrecognized arguments: --seed"]),
         (["--ranks", "8"], 2, ["--ranks is for rlmath train and --dry-run"]),
+        (["--oversubscribe"], 2, ["--oversubscribe is for rlmath train and --dry-run"]),
     ],
 )
 def test_only_rank_0_prints_help_and_a_mistake_of_the_command_line(

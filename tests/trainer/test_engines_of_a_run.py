@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -24,7 +23,6 @@ from rlmath.config.schema import (
     PolicyConfig,
     RolloutConfig,
     SyncConfig,
-    ToolsConfig,
     ValidationConfig,
 )
 from rlmath.data.dataset import Inputs
@@ -115,16 +113,16 @@ class Part:
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Part]:
     """The parts that were made, by name."""
-    made: dict[str, Part] = {}
+    parts_by_name: dict[str, Part] = {}
 
     def stand_in(name: str) -> Any:
         kind = getattr(engines, name)
 
-        def make(*values: Any, **named: Any) -> Part:
-            bound = inspect.signature(kind).bind(*values, **named)
+        def make(*positional: Any, **keywords: Any) -> Part:
+            bound = inspect.signature(kind).bind(*positional, **keywords)
             bound.apply_defaults()
-            made[name] = Part(kind, bound.arguments)
-            return made[name]
+            parts_by_name[name] = Part(kind, bound.arguments)
+            return parts_by_name[name]
 
         return make
 
@@ -144,7 +142,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Part]:
         "AsynchronousRollouts",
     ):
         monkeypatch.setattr(engines, name, stand_in(name))
-    return made
+    return parts_by_name
 
 
 def context_of(config: Config, mesh: Mesh = MESH, **changes: Any) -> RankContext[Inputs]:
@@ -186,10 +184,11 @@ def test_an_engine_in_the_training_ranks_is_built_for_the_policy_and_sleeps(
     on_progress: Any = object()
     opened = colocated(CONFIG, on_progress=on_progress)
     engine = parts["Engine"]
-    of_engine = engine.arguments
-    assert of_engine["max_sequence"] == 20 + 90 and of_engine["stop_token_ids"] == STOPS
-    assert any("lora" in name for name in of_engine["weight_shapes"])
-    assert of_engine["keeps_weights"] and not of_engine["records_routes"]
+    engine_arguments = engine.arguments
+    assert engine_arguments["max_sequence"] == 20 + 90
+    assert engine_arguments["stop_token_ids"] == STOPS
+    assert any("lora" in name for name in engine_arguments["weight_shapes"])
+    assert engine_arguments["keeps_weights"] and not engine_arguments["records_routes"]
     assert engine.events == ["sleep"] and engine.on_step is on_progress  # type: ignore[attr-defined]
     assert engine.tools is parts["open_tools"]  # type: ignore[attr-defined]
     assert parts["open_tools"].arguments["stop_token_ids"] == STOPS
@@ -212,9 +211,9 @@ def test_an_engine_holds_no_adapters_where_these_are_merged_or_nothing_has_any(
 ) -> None:
     for lora in (LoraConfig(), LoraConfig(rank=2, engine="merged")):
         opened = colocated(replace(CONFIG, lora=lora))
-        of_engine = parts["Engine"].arguments
-        assert not any("lora" in name for name in of_engine["weight_shapes"])
-        assert not of_engine["keeps_weights"]
+        engine_arguments = parts["Engine"].arguments
+        assert not any("lora" in name for name in engine_arguments["weight_shapes"])
+        assert not engine_arguments["keeps_weights"]
         opened.connect(ACTOR, NOTHING)
         assert not parts["Probe"].arguments["holds_adapters"]
 
@@ -244,8 +243,8 @@ def test_completions_are_carried_by_an_engine_whose_noise_goes_on(
     assert "WholeRollouts" not in parts and parts["PartialRollouts"].arguments["keep"] is KEEP
     make = engines.Engine
 
-    def without(*values: Any, **named: Any) -> Any:
-        engine: Any = make(*values, **named)
+    def without(*positional: Any, **keywords: Any) -> Any:
+        engine: Any = make(*positional, **keywords)
         engine.continues_noise = False
         return engine
 
@@ -265,10 +264,12 @@ def test_the_weights_come_to_the_engine_in_the_training_ranks_at_their_step(
     opened = colocated(CONFIG)
     opened.connect(ACTOR, NOTHING)
     transfer = parts["WeightTransfer"]
-    of_transfer = transfer.arguments
-    assert (of_transfer["weights"], of_transfer["lora"]) == ("the engine's weights", CONFIG.lora)
-    assert of_transfer["keeps_weights"] == "as the engine does"
-    assert of_transfer["bucket_bytes"] == 3 * 2**20 and of_transfer["ranks_per_node"] == 3
+    transfer_arguments = transfer.arguments
+    assert transfer_arguments["weights"] == "the engine's weights"
+    assert transfer_arguments["lora"] == CONFIG.lora
+    assert transfer_arguments["keeps_weights"] == "as the engine does"
+    assert transfer_arguments["bucket_bytes"] == 3 * 2**20
+    assert transfer_arguments["ranks_per_node"] == 3
     probe = parts["Probe"]
     assert probe.arguments["longest"] == 20 + 30 and probe.arguments["holds_adapters"]
     assert probe.arguments["engine_scores"]([[1, 2]]) == {0: [[-1.0, -1.0]]}
@@ -317,7 +318,7 @@ def test_engines_keep_their_weights_where_all_ranks_have_room_for_them(
     assert not parts["Engine"].arguments["keeps_weights"]
 
 
-def test_engines_close_what_scores_validations_and_answers_calls(
+def test_engines_close_what_scores_validations(
     parts: dict[str, Part], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[str] = []
@@ -329,13 +330,19 @@ def test_engines_close_what_scores_validations_and_answers_calls(
     assert collector["scorer"] is scorer and collector["has_scorer"]
     opened.close(0)
     assert closed == ["scorer"]
-    monkeypatch.setattr(engines, "open_tools", lambda *values, **named: None)
-    without_tools = colocated(replace(CONFIG, tools=ToolsConfig()))
-    without_tools.close(0)
+
+
+def test_an_engine_without_tools_is_closed_alone(
+    parts: dict[str, Part], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "open_tools", lambda *positional, **keywords: None)
+    opened = colocated(CONFIG)
+    opened.close(0)
+    assert parts["Engine"].events[-1] == "close"
 
 
 def test_engines_on_ranks_of_their_own_are_offered_the_weights_and_told_of_them(
-    parts: dict[str, Part],
+    parts: dict[str, Part], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two training ranks, and two engines of two ranks."""
     config = replace(CONFIG, rollout=replace(CONFIG.rollout, ranks=4))
@@ -360,14 +367,13 @@ def test_engines_on_ranks_of_their_own_are_offered_the_weights_and_told_of_them(
     assert sender.arguments["mailbox"] is parts["Mailbox"]
     probe = parts["Probe"]
     assert probe.arguments["longest"] == 20 + 30 and probe.arguments["holds_adapters"]
-    before = time.monotonic()
-    with opened.generating(8, 3):
-        (message,) = connection.events
-        assert isinstance(message, NewWeights)
-        assert (message.version, message.step) == (8, 3)
-        assert before <= message.learned_at <= time.monotonic()
-        assert sender.events == ["offer"] and "sync" in timers.seconds()
-        assert opened.probe() == {"sync/probe": 0.5}
+    with monkeypatch.context() as clock:
+        clock.setattr(engines.time, "monotonic", lambda: 12.5)
+        with opened.generating(8, 3):
+            (message,) = connection.events
+            assert message == NewWeights(8, 3, 12.5)
+            assert sender.events == ["offer"] and "sync" in timers.seconds()
+            assert opened.probe() == {"sync/probe": 0.5}
     assert probe.events == [("score", 3), "compare"]
     assert opened.metrics() == {
         "sync/sent_gib": 1.5,

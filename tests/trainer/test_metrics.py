@@ -307,15 +307,20 @@ def test_groups_that_teach_are_those_that_moved_the_policy():
 
 
 def test_selection_metrics_count_groups_and_completions():
-    chosen = [Chosen((0, 1)), Chosen((), dropped="right"), Chosen((), ("short", "long"), "empty")]
-    metrics = selection_metrics(Selection(GROUPS, chosen, wanted=2))
+    chosen = [
+        Chosen((0, 1)),
+        Chosen((1,), ("short",)),
+        Chosen((), ("short", "long"), "empty"),
+        *[Chosen((), dropped="right")] * 3,
+    ]
+    metrics = selection_metrics(Selection(GROUPS * 2, chosen, wanted=1))
     assert {name: value for name, value in metrics.items() if value} == {
-        "selection/groups_sampled": 3.0,
-        "selection/groups_learned": 1.0,
-        "selection/extra_prompts": 1.0,
-        "selection/dropped/right": 1.0,
+        "selection/groups_sampled": 6.0,
+        "selection/groups_learned": 2.0,
+        "selection/extra_prompts": 5.0,
+        "selection/dropped/right": 3.0,
         "selection/dropped/empty": 1.0,
-        "selection/filtered/short": 1.0,
+        "selection/filtered/short": 2.0,
         "selection/filtered/long": 1.0,
     }
     assert {
@@ -445,14 +450,3 @@ def test_a_failure_counts_for_the_reward_of_its_name_that_gave_a_number_all_the_
         "reward/length/failures": 0.0,
         "reward/own/failures": 1.0,
     }
-
-
-def test_groups_that_were_dropped_and_completions_that_were_filtered_are_counted_apart():
-    chosen = [
-        Chosen((), dropped="right"),
-        Chosen((0,), ("short",) * 3),
-        Chosen((), dropped="right"),
-    ]
-    metrics = selection_metrics(Selection(GROUPS, chosen, wanted=3))
-    assert metrics["selection/groups_learned"] == 1.0
-    assert metrics["selection/filtered/short"] == 3.0 and metrics["selection/dropped/right"] == 2.0

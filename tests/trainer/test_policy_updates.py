@@ -123,7 +123,8 @@ def updater(folder: Path, config: Config, learner: Learner, **models: Any) -> Po
         routing=None,
         logprobs=lambda batches: logprobs(batches, "policy"),
         logprobs_and_entropies=lambda batches: [
-            (of_policy_T, -of_policy_T) for of_policy_T in logprobs(batches, "policy")
+            (policy_logprobs_T, -policy_logprobs_T)
+            for policy_logprobs_T in logprobs(batches, "policy")
         ],
     )
     actor: Any = SimpleNamespace(learner=learner, forward_backward=forward_backward)
@@ -169,7 +170,7 @@ def teacher_on(offload: Offload) -> Any:
     return SimpleNamespace(states=states)
 
 
-def near(tensors: list[Tensor] | None, expected: list[Tensor]) -> bool:
+def are_equal(tensors: list[Tensor] | None, expected: list[Tensor]) -> bool:
     return tensors is not None and all(
         torch.equal(tensor, other) for tensor, other in zip(tensors, expected, strict=True)
     )
@@ -192,8 +193,8 @@ def test_every_minibatch_has_its_own_log_probs_and_states_in_each_epoch(tied_mod
     update = policy_updater.update(GROUPS, 5)
     assert len(learner.learned) == 12 and update.passes == 3.0
     for learned in learner.learned:
-        assert near(learned["old"], logprobs(learned["batches"], "policy"))
-        assert near(learned["reference"], logprobs(learned["batches"], "reference"))
+        assert are_equal(learned["old"], logprobs(learned["batches"], "policy"))
+        assert are_equal(learned["reference"], logprobs(learned["batches"], "reference"))
         assert learned["teacher"] == [batch.sample_indices for batch in learned["batches"]]
         assert not learned["on_policy"]
     indices = [learned["batches"][0].sample_indices for learned in learner.learned]
@@ -216,12 +217,12 @@ def test_one_minibatch_that_is_learned_from_once_needs_no_log_probs_before(
     (learned,) = learner.learned
     assert learned["on_policy"] and learned["old"] is learned["reference"] is None
     assert update.advantages == [[7.0, 8.0], [9.0, 10.0]]
-    given = {
+    advantage_by_sample = {
         index: batch.advantages_T[batch.segments_T == place][-1].item()
         for batch in learned["batches"]
         for place, index in enumerate(batch.sample_indices)
     }
-    assert given == {0: 7.0, 1: 8.0, 2: 9.0, 3: 10.0}
+    assert advantage_by_sample == {0: 7.0, 1: 8.0, 2: 9.0, 3: 10.0}
 
 
 @pytest.mark.parametrize(
@@ -302,8 +303,8 @@ def test_rules_for_tokens_need_the_entropy_and_the_policys_log_probs_where_these
     packed = policy_updater.pack(policy_updater.score(GROUPS, 0), [[1.0, 1.0], [1.0, 1.0]])
     scored = policy_updater.logprobs(packed)
     expected = logprobs(packed.batches, "policy")
-    assert near(scored.entropy, [-of_policy_T for of_policy_T in expected])
-    assert near(scored.old, expected) if recompute else scored.old is None
+    assert are_equal(scored.entropy, [-policy_logprobs_T for policy_logprobs_T in expected])
+    assert are_equal(scored.old, expected) if recompute else scored.old is None
 
 
 def test_no_log_probs_are_computed_while_the_critic_learns_alone_unless_its_rewards_have_the_kl(
@@ -380,7 +381,9 @@ class Routing:
         self.passes += self.is_counting
 
     def pop_counts(self) -> dict[str, float]:
-        passes, self.passes, self.is_counting = self.passes, 0, False
+        passes = self.passes
+        self.passes = 0
+        self.is_counting = False
         return {"pairs": 8.0 * passes, "differing_pairs": 2.0 * passes}
 
     def recording(self) -> Any:
@@ -450,13 +453,13 @@ def test_micro_batches_take_the_engines_routes_of_this_ranks_layers_from_the_sto
     store = RouteStore(0)
     groups = []
     routes = []
-    for place in GROUPS:
+    for scored_group in GROUPS:
         completions = []
-        for completion in place.completions:
-            tokens = len(place.prompt.token_ids) + len(completion.token_ids) - 1
+        for completion in scored_group.completions:
+            tokens = len(scored_group.prompt.token_ids) + len(completion.token_ids) - 1
             routes.append(torch.arange(tokens * 6, dtype=torch.uint8).view(tokens, 3, 2))
             completions.append(replace(completion, routes_at=store.keep(routes[-1])))
-        groups.append(replace(place, completions=tuple(completions)))
+        groups.append(replace(scored_group, completions=tuple(completions)))
     config = config_of(n_minibatches=2)
     config = replace(config, policy=replace(config.policy, routing_replay="engine"))
     learner = Learner()

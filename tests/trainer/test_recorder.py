@@ -136,16 +136,16 @@ def test_what_another_rank_has_written_of_the_step_stays_and_an_earlier_starts_d
     earlier = StepRecorder(trainer(tmp_path, Policy()), [])
     make_step(earlier, Policy(), 0)
     earlier.write("an earlier start")
-    place = folder_of(tmp_path, 0) / "capture.json"
+    capture_file = folder_of(tmp_path, 0) / "capture.json"
     step_recorder = StepRecorder(trainer(tmp_path, Policy(), rank=1), [])
     step_recorder.before_update(0, 0, SELECTION, own_advantages=None)
-    began = place.stat().st_mtime
-    os.utime(place, (began - 100, began - 100))
+    began = capture_file.stat().st_mtime
+    os.utime(capture_file, (began - 100, began - 100))
     step_recorder.write("a failure")
     assert read_capture(folder_of(tmp_path, 0)).reason == "a failure"
     other = StepRecorder(trainer(tmp_path, Policy()), [])
     other.before_update(0, 0, SELECTION, own_advantages=None)
-    os.utime(place, (began + 100, began + 100))
+    os.utime(capture_file, (began + 100, began + 100))
     other.write("another rank's")
     assert read_capture(folder_of(tmp_path, 0)).reason == "a failure"
 

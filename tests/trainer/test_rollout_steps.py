@@ -37,6 +37,7 @@ from rlmath.rollout.collector import CollectGroups, Rollout, Sampled, Work
 from rlmath.rollout.sampling import Key, request_seed, requests_of
 from rlmath.rollout.work_queue import EngineUsage
 from rlmath.trainer.rollouts.synchronous import (
+    Keep,
     PartialRollouts,
     StepRollout,
     StepRollouts,
@@ -136,6 +137,7 @@ def rollouts_of(
     tail: str,
     selection: SelectionConfig | None = None,
     reward: RewardConfig | None = None,
+    keep: Keep | None = None,
 ) -> tuple[StepRollouts, Engines]:
     """The rollouts of a run of four steps over eight prompts, and their engines."""
     rows = [{"question": f"{n}+1", "answer": n + 1, "id": f"q{n}"} for n in range(len(LENGTHS))]
@@ -162,7 +164,7 @@ def rollouts_of(
     shapes = read_run_shapes(config, shape).with_total_steps(config, inputs.total_steps)
     engines = Engines()
     kind = WholeRollouts if tail == "wait" else PartialRollouts
-    return kind(config, inputs, engines, shapes=shapes), engines
+    return kind(config, inputs, engines, shapes=shapes, keep=keep), engines
 
 
 def make_step(rollouts: StepRollouts, number: int) -> StepRollout:
@@ -358,17 +360,16 @@ def test_groups_in_flight_that_cannot_be_this_runs_are_refused(
 
 
 @pytest.mark.parametrize("tail", ["wait", "carry", "defer"])
-def test_a_function_of_the_users_says_which_groups_are_learned_from(
+def test_groups_that_a_function_refuses_are_replaced_with_every_tail(
     tail: str, tied_model: Path, tmp_path: Path
 ) -> None:
-    """It refuses q0; others are sampled in its place."""
+    """It refuses q0."""
     selection = SelectionConfig(dynamic_sampling="own:keep", max_extra_prompts=6)
-    plain, engines = rollouts_of(tmp_path, tied_model, tail, selection)
 
     def keep(groups: Sequence[ScoredGroup]) -> list[bool]:
         return [number_of(group.prompt) != 0 for group in groups]
 
-    rollouts = type(plain)(plain._config, plain._inputs, engines, shapes=plain._shapes, keep=keep)
+    rollouts, _ = rollouts_of(tmp_path, tied_model, tail, selection=selection, keep=keep)
     rollout = make_step(rollouts, 0)
     learned = lengths_of(rollout)
     assert len(learned) == PER_STEP and "q0" not in learned
@@ -395,4 +396,5 @@ def test_a_group_that_was_deferred_would_have_fitted_a_slice_of_its_length(
         metrics = defer_metrics(UnfinishedGroups(), [group(lengths)], 10, slice_length=SLICE)
         assert metrics["rollout/deferred_now_short"] == share
         assert metrics["rollout/discarded_tokens"] == 10 - sum(lengths)
-    assert "rollout/deferred_now_short" not in defer_metrics(UnfinishedGroups(), [], 0, SLICE)
+    metrics = defer_metrics(UnfinishedGroups(), [], 0, slice_length=SLICE)
+    assert "rollout/deferred_now_short" not in metrics

@@ -93,7 +93,7 @@ def test_a_supervised_step_learns_from_its_sequences_and_tells_of_them(
     with run.timers.phase("an earlier step's"):
         pass
     record = run.step(1)
-    lengths = [length for batch in learner.learned[1] for length in [len(batch.token_ids_T)]]
+    lengths = [len(batch.token_ids_T) for batch in learner.learned[1]]
     assert sum(lengths) == 7 + 9 and record.results == [RESULT]
     expected = {
         "train/loss": 0.75,

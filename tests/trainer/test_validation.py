@@ -326,10 +326,8 @@ def test_a_validation_is_the_mean_of_its_files_by_the_figure_that_they_have(
     assert best(tmp_path) == (6, pytest.approx(2 / 6))
 
 
-def test_a_validation_samples_by_its_own_settings_and_keeps_whole_completions(
-    tmp_path: Path,
-) -> None:
-    """No step of training has its seed; its tools' tokens are no training."""
+def test_a_validation_samples_by_its_own_settings(tmp_path: Path) -> None:
+    """Its seed is that of no training step."""
     scored = group((4, True, "stop"), (4, True, "stop"), (4, True, "stop"))
     commands: list[CollectGroups] = []
 
