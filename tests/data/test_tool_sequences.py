@@ -694,9 +694,8 @@ def test_outputs_that_are_learned_are_a_finding(tmp_path: Path) -> None:
 
 
 def test_the_rows_of_the_docs_are_read(tmp_path: Path) -> None:
-    docs = Path(__file__).parents[2] / "docs" / "tool_use.md"
-    section = docs.read_text(encoding="utf-8").partition("\n## Cold starts\n")[2]
-    blocks = section.partition("\n## ")[0].split("\n```\n")[1::2]
+    page = Path(__file__).parents[2] / "docs" / "tool_cold_starts.md"
+    blocks = page.read_text(encoding="utf-8").split("\n```\n")[1::2]
     rows = [json.loads(block) for block in blocks]
     tokenizer = chat_tokenizer("qwen2.5-tools")
     sequences, report = load(tmp_path, tokenizer, rows, fences=FenceFormat(tokenizer, MOST))
