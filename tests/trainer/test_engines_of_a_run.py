@@ -344,16 +344,16 @@ def test_an_engine_without_tools_is_closed_alone(
 def test_engines_on_ranks_of_their_own_are_offered_the_weights_and_told_of_them(
     parts: dict[str, Part], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two training ranks, and two engines of two ranks."""
+    """Four training ranks, and two engines of two ranks."""
     config = replace(CONFIG, rollout=replace(CONFIG.rollout, ranks=4))
-    bridge: Any = SimpleNamespace(training_ranks=2, world_size=6)
-    mesh = Mesh(0, 2, tensor=2, pipeline=1, engine_size=2, engine_ranks=4)
+    bridge: Any = SimpleNamespace(training_ranks=4, world_size=8)
+    mesh = Mesh(0, 4, tensor=2, pipeline=1, engine_size=2, engine_ranks=4)
     on_progress: Any = object()
     timers = PhaseTimers()
     context = context_of(config, mesh, bridge=bridge, on_progress=on_progress)
     opened = engines.open_engines(context, timers, KEEP)
     assert parts["AsynchronousRollouts"].arguments["keep"] is KEEP
-    assert list(parts["Mailbox"].arguments["partners"]) == [2, 4]
+    assert list(parts["Mailbox"].arguments["partners"]) == [4, 6]
     connection = parts["EngineConnection"]
     assert connection.arguments["mailbox"] is parts["Mailbox"]
     assert connection.arguments["on_progress"] is on_progress
