@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlmath.config.schema import RolloutConfig
+from rlmath.config.schema import Config, DataConfig, RolloutConfig
+from rlmath.planning.memory_estimate import step_sequences
+from rlmath.planning.memory_formulas import sampled_route_bytes
 from tests.distributed import oracle, routing_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
@@ -19,7 +21,7 @@ from tests.distributed.routing_cases import SAMPLES, Policy, Sampling, Step
 from tests.distributed.test_moe import in_files
 from tests.distributed.test_parity import assert_close
 from tests.selection import matrix
-from tests.tiny_models import make_model_folder
+from tests.tiny_models import make_model_folder, shape_of
 
 pytestmark = pytest.mark.distributed
 
@@ -252,3 +254,22 @@ def test_routes_stay_where_they_were_sampled_until_a_rank_fetches_them(
     assert sorted(numbers) == ([0] if engine_size == 2 else [0, 1])
     # The validation before it has kept none.
     assert all(sorted(kept) == list(range(len(kept))) for kept in numbers.values())
+
+
+def test_an_engine_s_first_rank_holds_no_more_routes_than_planned(
+    ranks: RankPool, pair: Pair
+) -> None:
+    """And as many as planned where every completion is as long as it may be."""
+    ((lengths, rows),) = ranks.run(1, routing_cases.collected_and_fetched, pair.sampler, 1)
+    shape = shape_of(pair.sampler)
+    settings = routing_cases.ROLLOUT
+    run = Config(
+        data=DataConfig(prompts_per_step=len(lengths) // settings.group_size, max_prompt_tokens=3),
+        rollout=settings,
+    )
+    planned = sampled_route_bytes(shape, step_sequences(run), engines=1)
+    held = sum(held.nbytes for _, _, held, _ in rows)
+    longest = 3 + settings.max_new_tokens
+    missing = sum(longest - length for length in lengths)
+    assert planned == held + missing * shape.num_layers * shape.experts_per_token
+    assert held > planned / 4
