@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlmath.config.schema import Config, DataConfig, RolloutConfig
+from rlmath.config.schema import AlgorithmConfig, Config, DataConfig, RolloutConfig
 from rlmath.planning.memory_estimate import step_sequences
 from rlmath.planning.memory_formulas import sampled_route_bytes
 from tests.distributed import oracle, routing_cases
@@ -142,6 +142,32 @@ def test_a_step_counts_what_differs_in_its_first_pass_and_keeps_no_routes(
     assert counts["differing_pairs"] == differs_TL.sum()
     assert counts["tokens"] == len(differs_TL)
     assert counts["differing_tokens"] == differs_TL.any(1).sum()
+
+
+@pytest.mark.parametrize("recomputes", [True, False], ids=["all minibatches", "the first alone"])
+def test_the_first_step_measures_the_mismatch_with_the_engines_experts_and_with_its_own(
+    ranks: RankPool, pair: Pair, recomputes: bool
+) -> None:
+    """Sampling by the policy's weights with the sampler's experts is what an engine has done here."""
+    samples = SAMPLES[:3]
+    engine, own = RoutedModel(pair.policy, pair.routes), RoutedModel(pair.policy)
+    sampled = []
+    differences = []
+    with torch.no_grad():
+        for sample in samples:
+            logprobs = oracle.completion_logprobs(engine, sample)
+            differences.append((oracle.completion_logprobs(own, sample) - logprobs).abs())
+            sampled.append(replace(sample, behaviour_logprobs=tuple(logprobs.tolist())))
+    expected = torch.cat(differences if recomputes else differences[:2])
+    algorithm = AlgorithmConfig(n_minibatches=2, shuffle=False, recompute_logprobs=recomputes)
+    policy = Policy(pair.policy, ALONE, pair.routes_of_samples())
+    ((first, second),) = ranks.run(1, routing_cases.first_steps, policy, sampled, algorithm)
+    assert first["train/behaviour_logprob_diff_max"] < 1e-5 < 0.03 < float(expected.mean())
+    assert first["routing/mismatch_without_replay"] == pytest.approx(float(expected.mean()), 1e-4)
+    assert first["routing/mismatch_without_replay_max"] == pytest.approx(
+        float(expected.max()), 1e-4
+    )
+    assert not any(name.startswith("routing/") for name in second)
 
 
 def test_the_updates_that_replay_their_own_pass_count_all_tokens_of_samples(
