@@ -68,6 +68,10 @@ def test_a_run_in_float32_is_the_same_with_the_experts_of_its_engine(
         told = "with a mixture of experts" in process.stdout + process.stderr
         assert told == (replay == "none")
         by_replay[replay] = rows(output)
+    first = by_replay["engine"][0]
+    mean, largest = (first.pop(f"routing/mismatch_without_replay{end}") for end in ("", "_max"))
+    assert mean == pytest.approx(first["train/behaviour_logprob_diff"], 1e-4)
+    assert largest == first["train/behaviour_logprob_diff_max"] > 0
     for row in by_replay["engine"]:
         shares = [row.pop(f"routing/differing_{name}") for name in ("choices", "tokens")]
         assert shares == [0, 0]

@@ -81,6 +81,15 @@ def cpu_head_dim_problem(head_dim: int) -> str | None:
     )
 
 
+def expert_number_bytes(num_experts: int) -> int:
+    """Bytes of the number of one of so many experts, where the choice of a router is kept.
+
+    >>> expert_number_bytes(256), expert_number_bytes(512)
+    (1, 2)
+    """
+    return 1 if num_experts <= 256 else 2
+
+
 VALUE_HEAD = "ForTokenClassification"
 """How the name of an architecture ends that gives one number for each token."""
 

@@ -16,16 +16,17 @@ from dataclasses import replace
 import torch
 
 from rlmath.algorithms.types import RoutesAt, Sample
+from rlmath.config.model_shape import expert_number_bytes
 from rlmath.data.packing import MicroBatch
 
 
 def expert_dtype(num_experts: int) -> torch.dtype:
-    """The smallest integers that number so many experts.
+    """The integers that number so many experts.
 
     >>> expert_dtype(128), expert_dtype(512)
     (torch.uint8, torch.int16)
     """
-    return torch.uint8 if num_experts <= 256 else torch.int16
+    return {1: torch.uint8, 2: torch.int16}[expert_number_bytes(num_experts)]
 
 
 def routes_needed(batches: Sequence[MicroBatch], samples: Sequence[Sample]) -> list[RoutesAt]:

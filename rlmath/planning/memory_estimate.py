@@ -12,6 +12,10 @@ updates:
     teacher    the same with the teacher's
     update     the same with the activations of a backward pass
 
+Where the engines' experts are replayed (`policy.routing_replay`), a phase "pack" comes before
+logprobs: a rank then holds the routes that it has sampled and those that it has fetched. Routes are
+in the host's memory, so that the phases have them on CPU alone.
+
 What stays beside in the first two follows `MemoryConfig`; on CPU only gradients can leave, since
 what is copied to the host stays in the same memory. With LoRA an engine that samples with adapters
 keeps its weights in the other phases, too, where they fit (`memory_fit.keeps_base`). Counted are
@@ -24,7 +28,7 @@ ranks of their own (`rollout.ranks`), a training rank has the phases of training
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -36,6 +40,7 @@ from rlmath.checkpoint.hf.weight_map import (
     rules_of,
     shard_shape,
 )
+from rlmath.config.length_curriculum import sequence_length
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import (
     NO_LORA,
@@ -57,15 +62,16 @@ from rlmath.rollout.weight_sync.shard_layouts import stage_layers
 PARTS = """
 parameters gradients optimizer reference critic_parameters critic_gradients critic_optimizer teacher teacher_head
 activations logits working gather_buffer dummy_gradients engine_weights engine_workspace kv_cache sync_buffers
+recorded_routes sampled_routes replayed_routes
 """.split()
 """Every part that a plan may name.
 
 "working" is what a pass needs beside activations and logits, "teacher_head" the output layer of a
-teacher where the update needs it."""
+teacher where the update needs it; the three of routes are those of `formulas.RouteBytes`."""
 ENGINE_PARTS = ("engine_weights", "engine_workspace", "kv_cache", "sync_buffers")
 """Parts that training does without."""
 GENERATION_PHASES = ("sync", "generate")
-TRAINING_PHASES = ("logprobs", "reference", "critic", "teacher", "update")
+TRAINING_PHASES = ("pack", "logprobs", "reference", "critic", "teacher", "update")
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,8 @@ class MemoryPlan:
     """Bytes by phase and part, in the order of a step; parts that are not held are left out."""
     is_engine: bool = False
     """Whether an engine has the rank for itself, with stage 0; all such ranks hold the same."""
+    routes: formulas.RouteBytes = formulas.NO_ROUTES
+    """Bytes in the host's memory, on CPU among those of the phases."""
 
     @property
     def name(self) -> str:
@@ -265,11 +273,21 @@ def plan_rank(
     )
     memory = _offloads_that_free_memory(config.memory, target.kind)
     update = formulas.backward_bytes(shape, work, policy, in_loss=teacher.in_loss)
+    routes = formulas.NO_ROUTES
     if kind == "sft":
         phases = {"update": _while_training(resident, memory) | asdict(update)}
     else:
         forward = formulas.forward_bytes(shape, work)
         engine = engine_of_run(config, shape, target)
+        routes = plan_routes(
+            policy.routing_replay,
+            shape,
+            [step_sequences(stage.config) for stage in shapes.length_stages],
+            mesh=mesh,
+            work=work,
+            layers=layers,
+            kv_cache=engine.kv_cache,
+        )
         asleep: dict[str, int] = {}
         phases = {}
         if not mesh.engine_ranks:
@@ -296,9 +314,86 @@ def plan_rank(
             teacher=teacher.largest_pass,
             update=update,
         )
+        if target.kind == "cpu":
+            phases = _with_routes(phases, routes, resident)
     return MemoryPlan(
-        mesh.rank, mesh.pipeline_rank, {name: _in_order(sizes) for name, sizes in phases.items()}
+        mesh.rank,
+        mesh.pipeline_rank,
+        {name: _in_order(sizes) for name, sizes in phases.items()},
+        routes=routes,
     )
+
+
+def step_sequences(config: Config) -> formulas.StepSequences:
+    """The sequences of a step with these settings, all of the greatest length.
+
+    Every prompt that selection may ask for has its group."""
+    prompts = config.data.prompts_per_step
+    extra = config.selection.max_extra_prompts if config.selection.dynamic_sampling else 0
+    return formulas.StepSequences(
+        sequence_length(config),
+        sampled=(prompts + extra) * config.rollout.group_size,
+        learned=prompts * config.learned_group_size,
+        minibatches=config.algorithm.n_minibatches,
+    )
+
+
+def plan_routes(
+    replay: str,
+    shape: ModelShape,
+    stages: Sequence[formulas.StepSequences],
+    mesh: Mesh,
+    work: formulas.StageWork,
+    layers: int,
+    kv_cache: int,
+) -> formulas.RouteBytes:
+    """Routes of a rank, the first of its engine, that replays those of this kind.
+
+    Of several length `stages` each part is the largest. `kv_cache` are the bytes of its engine's,
+    and `layers` those of its own stage."""
+    if replay == "none" or not stages:
+        return formulas.NO_ROUTES
+    tensor = mesh.tensor if work.sequence else 1
+    replayed = [
+        formulas.replayed_route_bytes(
+            shape,
+            sequences,
+            layers,
+            data=mesh.data,
+            multiple=tensor,
+            parts=tensor if replay == "old" else 1,
+        )
+        for sequences in stages
+    ]
+    if replay == "old":
+        return formulas.RouteBytes(0, 0, max(replayed))
+    token = formulas.kv_bytes_per_token(shape, mesh.engine_size, work.itemsize)
+    return formulas.RouteBytes(
+        recorded=formulas.route_bytes(shape, shape.num_layers, kv_cache // token + 1),
+        sampled=max(
+            formulas.sampled_route_bytes(shape, sequences, mesh.num_engines) for sequences in stages
+        ),
+        replayed=max(replayed),
+    )
+
+
+def _with_routes(
+    phases: Mapping[str, Mapping[str, int]],
+    routes: formulas.RouteBytes,
+    resident: Mapping[str, int],
+) -> dict[str, dict[str, int]]:
+    """The phases with what they hold of routes, and "pack" before those that replay an engine's."""
+    held: dict[str, dict[str, int]] = {}
+    for phase, sizes in phases.items():
+        if phase == "logprobs" and routes.sampled:
+            asleep = {part: sizes[part] for part in ENGINE_PARTS if part in sizes}
+            fetched = {"sampled_routes": routes.sampled, "replayed_routes": routes.replayed}
+            held["pack"] = {**resident, **asleep, **fetched}
+        of_phase = {"replayed_routes": routes.replayed}
+        if phase in GENERATION_PHASES:
+            of_phase = {"sampled_routes": routes.sampled if phase == "generate" else 0}
+        held[phase] = {**sizes, **of_phase}
+    return {phase: sizes | {"recorded_routes": routes.recorded} for phase, sizes in held.items()}
 
 
 @dataclass(frozen=True)

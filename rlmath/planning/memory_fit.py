@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from rlmath.checkpoint.hf.run_shapes import RunShapes
@@ -212,6 +212,7 @@ def start_up_lines(
         lines += [f"  {phase}: {figures(plan, phase)}" for phase in plan.phases]
     if kind == "grpo":
         lines += adapter_lines(config, shapes, world_size, target=target)
+    lines += route_lines(plans)
     if target.total_bytes is None:
         ranks_here = local_world_size() or world_size
         planned = host_bytes(config, shapes, world_size, kind=kind) * ranks_here // world_size
@@ -226,6 +227,24 @@ def start_up_lines(
                 "run. memory.gpu plans for a GPU."
             )
     return lines
+
+
+def route_lines(plans: Sequence[MemoryPlan]) -> Iterator[str]:
+    """The line about the routes of a mixture's tokens; none where no rank holds any."""
+    recorded = max(plan.routes.recorded for plan in plans)
+    sampled = max(plan.routes.sampled for plan in plans)
+    replayed = max(plan.routes.replayed for plan in plans)
+    if not replayed:
+        return
+    of_engine = (
+        f"{_mib(sampled)} of what an engine samples, {_mib(recorded)} of its KV cache, "
+        if sampled
+        else ""
+    )
+    yield (
+        f"Routes of experts, in the host's memory: {of_engine}{_mib(replayed)} of what a rank "
+        "learns from (a rank at most)"
+    )
 
 
 def host_bytes(config: Config, shapes: RunShapes, world_size: int, kind: Kind = "grpo") -> int:
@@ -287,6 +306,10 @@ def figures(plan: MemoryPlan, phase: str, most: int | None = None) -> str:
     sizes = sorted(plan.phases[phase].items(), key=lambda part_and_size: -part_and_size[1])[:most]
     parts = [f"{part} {_gib(size)}" for part, size in sizes if size >= 0.005 * GIB]
     return f"{_gib(plan.held(phase))} GiB" + (f" ({', '.join(parts)})" if parts else "")
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.2f} MiB"
 
 
 def _gib(size: int) -> str:

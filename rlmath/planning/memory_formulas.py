@@ -25,7 +25,7 @@ from rlmath.checkpoint.hf.weight_map import (
     padded_vocab,
     shard_shape,
 )
-from rlmath.config.model_shape import ModelShape
+from rlmath.config.model_shape import ModelShape, expert_number_bytes
 from rlmath.config.schema import NO_LORA, LoraConfig, PolicyConfig, RolloutConfig
 from rlmath.models.scratch_sizes import (
     CHUNK_BYTES,
@@ -409,6 +409,72 @@ def engine_bytes(
     return EngineBytes(
         weights, workspace, kv_cache, asleep=_graph_bytes(rollout), adapters=adapters
     )
+
+
+def route_bytes(shape: ModelShape, layers: int, tokens: int) -> int:
+    """Bytes of routes: the experts of so many tokens in so many layers."""
+    return tokens * layers * shape.experts_per_token * expert_number_bytes(shape.num_experts)
+
+
+@dataclass(frozen=True)
+class StepSequences:
+    """The sequences of a step, where all of them are as long as they may be."""
+
+    tokens: int
+    """Tokens of one, prompt and completion."""
+    sampled: int
+    """Those of all engines together, also of groups that selection drops."""
+    learned: int
+    """Those that the step learns from."""
+    minibatches: int = 1
+
+
+@dataclass(frozen=True)
+class RouteBytes:
+    """Bytes of routes on one rank, all of them in the host's memory."""
+
+    recorded: int
+    """Of every slot of an engine's KV cache, for as long as there is an engine."""
+    sampled: int
+    """Of an engine's completions, on its first rank, until the ranks that train have fetched them."""
+    replayed: int
+    """Of the rank's own micro-batches and layers, until the step's end."""
+
+
+NO_ROUTES = RouteBytes(0, 0, 0)
+
+
+def sampled_route_bytes(shape: ModelShape, sequences: StepSequences, engines: int) -> int:
+    """Bytes of routes of what one of so many engines samples, if each samples an even share.
+
+    A completion's last token has none. Of Qwen3-30B-A3B (48 layers, 8 of 128 experts), 8,192
+    sequences of 8,192 tokens by 128 engines:
+
+    >>> from rlmath.checkpoint.hf.config_json import required_shape
+    >>> mixture, _ = required_shape("/nowhere/Qwen3-30B-A3B")
+    >>> sampled_route_bytes(mixture, StepSequences(8192, 8192, 8192), engines=128)
+    201302016
+    """
+    completions = -(-sequences.sampled // engines)
+    return route_bytes(shape, shape.num_layers, completions * (sequences.tokens - 1))
+
+
+def replayed_route_bytes(
+    shape: ModelShape,
+    sequences: StepSequences,
+    layers: int,
+    data: int,
+    multiple: int = 1,
+    parts: int = 1,
+) -> int:
+    """Bytes of routes, in its own layers, of one of `data` ranks that share a step's sequences.
+
+    Micro-batches are padded to a `multiple` of tokens. Of those, a rank that has recorded routes by
+    itself has one of so many `parts`."""
+    in_minibatch = -(-sequences.learned // sequences.minibatches)
+    of_rank = sequences.minibatches * -(-in_minibatch // data)
+    padded = -(-sequences.tokens // multiple) * multiple
+    return route_bytes(shape, layers, of_rank * padded // parts)
 
 
 @lru_cache(maxsize=64)

@@ -78,19 +78,26 @@ def fetch_routes(
         receives = messages(needed, sender, own_token_bytes)
         for sent, received in itertools.zip_longest(sends, receives, fillvalue=()):
             works = []
+            tokens = sum(place.tokens for place in received)
+            arrived = torch.empty((tokens, *token_shape), dtype=dtype)
             if sent:
                 routes = torch.cat([store.get(place)[:, receiver_layers] for place in sent])
                 works.append(dist.isend(routes.flatten().view(torch.uint8), receiver))
             if received:
-                tokens = sum(place.tokens for place in received)
-                arrived = torch.empty((tokens, *token_shape), dtype=dtype)
                 works.append(dist.irecv(arrived.flatten().view(torch.uint8), sender))
-                parts = arrived.split([place.tokens for place in received])
-                fetched |= dict(zip(received, parts, strict=True))
             for work in works:
                 assert work is not None, "both ranks are in the default process group"
                 work.wait()
+            fetched |= by_place(received, arrived)
     return fetched
+
+
+def by_place(places: Sequence[RoutesAt], message_NLK: Tensor) -> dict[RoutesAt, Tensor]:
+    """The routes of a message, each in memory of its own.
+
+    So the message is not held until the last of them is laid out."""
+    parts = message_NLK.split([place.tokens for place in places])
+    return {place: part.clone() for place, part in zip(places, parts, strict=True)}
 
 
 def messages(

@@ -44,6 +44,7 @@ from rlmath.planning import checks
 from rlmath.planning.machine_room import OVERSUBSCRIBE, room_advice, room_problems, this_machine
 from rlmath.planning.memory_estimate import Target, mesh_of
 from rlmath.planning.memory_fit import GIB, host_bytes, planned_target, start_up_lines
+from rlmath.planning.memory_formulas import route_bytes
 from rlmath.planning.model_checks import routing_warnings
 from rlmath.planning.parallelism import planned_ranks, roles
 from rlmath.planning.reward_checks import hook_lines, reward_lines
@@ -402,7 +403,7 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
         )
     shape = plan.shapes.policy
     if config.policy.routing_replay != "none":
-        token_bytes = shape.num_layers * shape.experts_per_token * (1 + (shape.num_experts > 256))
+        token_bytes = route_bytes(shape, shape.num_layers, tokens=1)
         whose = (
             "the engines chose" if config.policy.routing_replay == "engine" else "it chose first"
         )

@@ -49,6 +49,7 @@ from rlmath.trainer.metrics import (
     selection_metrics,
     teacher_metrics,
     teaching_metrics,
+    unreplayed_metrics,
     update_metrics,
 )
 from rlmath.trainer.policy_update import PolicyTrainer, token_counts
@@ -190,6 +191,7 @@ class GrpoTrainer(PolicyTrainer):
         in_loss = self.teacher is not None and self.config.teacher.loss == "full"
         metrics |= teaching_metrics(update, sampled=len(selection.sampled), every_group=in_loss)
         metrics |= update.critic_metrics | routing_metrics(update.routing)
+        metrics |= unreplayed_metrics(update.unreplayed)
         if self.teacher is not None:
             metrics |= teacher_metrics(update)
         metrics |= mismatch_metrics(update.results, only_first=not algorithm.recomputes)

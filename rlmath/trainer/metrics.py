@@ -25,6 +25,14 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class Mismatch:
+    """Difference between the engines' log-probs and the policy's, per sampled token (nats)."""
+
+    mean: float
+    largest: float
+
+
+@dataclass(frozen=True)
 class UpdateRecord:
     """What the updates of a step leave for its metrics."""
 
@@ -50,6 +58,8 @@ class UpdateRecord:
     routing: dict[str, float] = field(default_factory=dict)
     """The sums of `models.routing.COUNTS` over all ranks, of the engines' routes in the first pass
     that replayed them, or of the policy's own in all updates; empty where nothing is replayed."""
+    unreplayed: Mismatch | None = None
+    """The mismatch of a policy that does not replay the engines' routes; None: not measured."""
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
@@ -309,6 +319,18 @@ def routing_metrics(counts: Mapping[str, float]) -> dict[str, float]:
     return {
         "routing/differing_choices": counts["differing_pairs"] / counts["pairs"],
         "routing/differing_tokens": counts["differing_tokens"] / counts["tokens"],
+    }
+
+
+def unreplayed_metrics(mismatch: Mismatch | None) -> dict[str, float]:
+    """The difference between engine and policy if the policy chose experts by itself (nats).
+
+    That with the engine's experts is `mismatch_metrics`, of the same tokens."""
+    if mismatch is None:
+        return {}
+    return {
+        "routing/mismatch_without_replay": mismatch.mean,
+        "routing/mismatch_without_replay_max": mismatch.largest,
     }
 
 

@@ -20,6 +20,7 @@ from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from rlmath.algorithms.advantages import advantages, gdpo_advantages
@@ -60,7 +61,7 @@ from rlmath.telemetry.events import event
 from rlmath.trainer.base import Trainer
 from rlmath.trainer.context import RankContext
 from rlmath.trainer.critic import CriticInAdvantages
-from rlmath.trainer.metrics import UpdateRecord
+from rlmath.trainer.metrics import Mismatch, UpdateRecord
 from rlmath.trainer.token_advantages import (
     AdvantagePart,
     Advantages,
@@ -316,6 +317,7 @@ class PolicyUpdater:
             )
             return UpdateRecord([], means_PG, None)
         packed = self.pack(scored, means_PG, routes)
+        unreplayed = self.unreplayed_mismatch(packed)
         packed, logprobs = self.replayed_logprobs(packed)
         counts = self.routing_counts()
         shaped = Advantages(packed.batches, means_PG)
@@ -360,6 +362,7 @@ class PolicyUpdater:
             critic_metrics=dict(shaped.critic_metrics),
             teacher_kl=shaped.teacher_kl,
             routing=counts,
+            unreplayed=unreplayed,
         )
 
     def has_no_gradient(self, means_PG: Sequence[Sequence[float]]) -> bool:
@@ -427,6 +430,34 @@ class PolicyUpdater:
             return {}
         counts = reduce_over_ranks(routing.pop_counts(), {})[0]
         return counts if counts["pairs"] else {}
+
+    def unreplayed_mismatch(self, packed: PackedStep) -> Mismatch | None:
+        """How far the policy is from the engines where it chooses experts by itself.
+
+        It is measured until the run's first update, of the micro-batches whose mismatch with replay
+        is measured; None where engines' routes are not replayed, and later. A collective."""
+        replays = self.config.policy.routing_replay == "engine"
+        learner = self.actor.learner
+        if not replays or learner.updates or self.pretrains(packed.scored.number):
+            return None
+        batches = packed.batches
+        if not self.config.algorithm.recomputes:
+            batches = batches[packed.minibatch_slices[0]]
+        own = [replace(batch, experts_TLK=None, is_routed_T=None) for batch in batches]
+        with self.timers.phase("logprobs"):
+            logprobs = self.actor.forward_backward.logprobs(own)
+        differences = [torch.zeros(0)]
+        if self.mesh.is_last_stage:
+            differences += [
+                (logprobs_T.cpu() - batch.behaviour_logprobs_T)[batch.sampled_T].abs()
+                for batch, logprobs_T in zip(own, logprobs, strict=True)
+            ]
+        nats = torch.cat(differences)
+        sums, largest = reduce_over_ranks(
+            {"nats": float(nats.sum()), "tokens": float(len(nats))},
+            {"nats": max(nats.tolist(), default=0.0)},
+        )
+        return Mismatch(sums["nats"] / sums["tokens"], largest["nats"])
 
     def replayed_logprobs(self, packed: PackedStep) -> tuple[PackedStep, StepLogprobs]:
         """`logprobs`, counting what differs, and the step, which replays their routes if it is to.

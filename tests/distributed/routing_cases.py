@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from rlmath.algorithms.types import Completion, Prompt, RoutesAt, Score, ScoredGroup
+from rlmath.algorithms.types import Completion, Prompt, RoutesAt, Sample, Score, ScoredGroup
 from rlmath.config.schema import AlgorithmConfig, RewardConfig, RolloutConfig
 from rlmath.data.packing import MicroBatch
 from rlmath.data.routes import with_routes
@@ -131,16 +131,63 @@ def step(policy: Policy, step: Step) -> tuple[dict[str, float], int]:
     """What the step's update has counted, and the bytes that this rank's store has kept.
 
     In turn the ranks hold the routes of a sample."""
+    stage = build(policy.folder, policy.case, routing_replay=step.replay)
+    algorithm = AlgorithmConfig(n_minibatches=2, shuffle=False, recompute_logprobs=step.recomputes)
+    samples = SAMPLES[: step.samples]
+    store = RouteStore(stage.mesh.rank)
+    record = _updater(stage, algorithm).update(
+        _stored(policy, samples, store, stage.mesh),
+        0,
+        own_advantages=[[sample.advantage] for sample in samples],
+        routes=store if step.replay == "engine" else None,
+    )
+    return record.routing, store.bytes
+
+
+def first_steps(
+    policy: Policy, samples: Sequence[Sample], algorithm: AlgorithmConfig
+) -> list[dict[str, float]]:
+    """The mismatch of two steps with the same samples, with the engines' routes and without."""
+    from rlmath.trainer.metrics import mismatch_metrics, unreplayed_metrics
+
+    stage = build(policy.folder, policy.case, routing_replay="engine")
+    updater = _updater(stage, algorithm)
+    store = RouteStore(stage.mesh.rank)
+    steps = []
+    for number in range(2):
+        record = updater.update(
+            _stored(policy, samples, store, stage.mesh),
+            number,
+            own_advantages=[[sample.advantage] for sample in samples],
+            routes=store,
+        )
+        mismatch = mismatch_metrics(record.results, only_first=not algorithm.recomputes)
+        steps.append(unreplayed_metrics(record.unreplayed) | mismatch)
+    return steps
+
+
+def _updater(stage: Stage, algorithm: AlgorithmConfig) -> Any:
     from rlmath.models.offload import training_sets
     from rlmath.trainer.policy_update import PolicyUpdater
 
+    return PolicyUpdater(
+        replace(stage.config, algorithm=algorithm),
+        stage.shape,
+        stage.mesh,
+        stage.actor,
+        reference=None,
+        offload=training_sets(stage.actor, None, stage.config.memory, stage.device),
+        timers=PhaseTimers(),
+    )
+
+
+def _stored(
+    policy: Policy, samples: Sequence[Sample], store: RouteStore, mesh: Mesh
+) -> list[ScoredGroup]:
+    """Groups of one of the samples each, the first of SAMPLES, whose routes the ranks hold."""
     assert policy.routes is not None
-    stage = build(policy.folder, policy.case, routing_replay=step.replay)
-    mesh = stage.mesh
-    algorithm = AlgorithmConfig(n_minibatches=2, shuffle=False, recompute_logprobs=step.recomputes)
-    store = RouteStore(mesh.rank)
     groups = []
-    for number, sample in enumerate(SAMPLES[: step.samples]):
+    for number, sample in enumerate(samples):
         routes = policy.routes[number]
         holder = number % mesh.world_size
         place = RoutesAt(holder, number // mesh.world_size, len(routes))
@@ -158,22 +205,7 @@ def step(policy: Policy, step: Step) -> tuple[dict[str, float], int]:
         prompt = Prompt(f"q-{number}", "?", tuple(sample.prompt_ids), ("1",), task="math")
         score = Score(1.0, correct=True, extracted="", verdict="string")
         groups.append(ScoredGroup(prompt, (completion,), (score,)))
-    updater = PolicyUpdater(
-        replace(stage.config, algorithm=algorithm),
-        stage.shape,
-        mesh,
-        stage.actor,
-        reference=None,
-        offload=training_sets(stage.actor, None, stage.config.memory, stage.device),
-        timers=PhaseTimers(),
-    )
-    record = updater.update(
-        groups,
-        0,
-        own_advantages=[[sample.advantage] for sample in SAMPLES[: step.samples]],
-        routes=store if step.replay == "engine" else None,
-    )
-    return record.routing, store.bytes
+    return groups
 
 
 def _routed(stage: Stage, routes: Sequence[Tensor] | None) -> list[MicroBatch]:

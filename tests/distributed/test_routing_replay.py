@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlmath.config.schema import RolloutConfig
+from rlmath.config.schema import AlgorithmConfig, Config, DataConfig, RolloutConfig
+from rlmath.planning.memory_estimate import step_sequences
+from rlmath.planning.memory_formulas import sampled_route_bytes
 from tests.distributed import oracle, routing_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
@@ -19,7 +21,7 @@ from tests.distributed.routing_cases import SAMPLES, Policy, Sampling, Step
 from tests.distributed.test_moe import in_files
 from tests.distributed.test_parity import assert_close
 from tests.selection import matrix
-from tests.tiny_models import make_model_folder
+from tests.tiny_models import make_model_folder, shape_of
 
 pytestmark = pytest.mark.distributed
 
@@ -142,6 +144,32 @@ def test_a_step_counts_what_differs_in_its_first_pass_and_keeps_no_routes(
     assert counts["differing_tokens"] == differs_TL.any(1).sum()
 
 
+@pytest.mark.parametrize("recomputes", [True, False], ids=["all minibatches", "the first alone"])
+def test_the_first_step_measures_the_mismatch_with_the_engines_experts_and_with_its_own(
+    ranks: RankPool, pair: Pair, recomputes: bool
+) -> None:
+    """Sampling by the policy's weights with the sampler's experts is what an engine has done here."""
+    samples = SAMPLES[:3]
+    engine, own = RoutedModel(pair.policy, pair.routes), RoutedModel(pair.policy)
+    sampled = []
+    differences = []
+    with torch.no_grad():
+        for sample in samples:
+            logprobs = oracle.completion_logprobs(engine, sample)
+            differences.append((oracle.completion_logprobs(own, sample) - logprobs).abs())
+            sampled.append(replace(sample, behaviour_logprobs=tuple(logprobs.tolist())))
+    expected = torch.cat(differences if recomputes else differences[:2])
+    algorithm = AlgorithmConfig(n_minibatches=2, shuffle=False, recompute_logprobs=recomputes)
+    policy = Policy(pair.policy, ALONE, pair.routes_of_samples())
+    ((first, second),) = ranks.run(1, routing_cases.first_steps, policy, sampled, algorithm)
+    assert first["train/behaviour_logprob_diff_max"] < 1e-5 < 0.03 < float(expected.mean())
+    assert first["routing/mismatch_without_replay"] == pytest.approx(float(expected.mean()), 1e-4)
+    assert first["routing/mismatch_without_replay_max"] == pytest.approx(
+        float(expected.max()), 1e-4
+    )
+    assert not any(name.startswith("routing/") for name in second)
+
+
 def test_the_updates_that_replay_their_own_pass_count_all_tokens_of_samples(
     ranks: RankPool, pair: Pair
 ) -> None:
@@ -252,3 +280,22 @@ def test_routes_stay_where_they_were_sampled_until_a_rank_fetches_them(
     assert sorted(numbers) == ([0] if engine_size == 2 else [0, 1])
     # The validation before it has kept none.
     assert all(sorted(kept) == list(range(len(kept))) for kept in numbers.values())
+
+
+def test_an_engine_s_first_rank_holds_no_more_routes_than_planned(
+    ranks: RankPool, pair: Pair
+) -> None:
+    """And as many as planned where every completion is as long as it may be."""
+    ((lengths, rows),) = ranks.run(1, routing_cases.collected_and_fetched, pair.sampler, 1)
+    shape = shape_of(pair.sampler)
+    settings = routing_cases.ROLLOUT
+    run = Config(
+        data=DataConfig(prompts_per_step=len(lengths) // settings.group_size, max_prompt_tokens=3),
+        rollout=settings,
+    )
+    planned = sampled_route_bytes(shape, step_sequences(run), engines=1)
+    held = sum(held.nbytes for _, _, held, _ in rows)
+    longest = 3 + settings.max_new_tokens
+    missing = sum(longest - length for length in lengths)
+    assert planned == held + missing * shape.num_layers * shape.experts_per_token
+    assert held > planned / 4
