@@ -13,10 +13,21 @@ from tests.programs import TRAIN, rows, small_run
 from tests.selection import matrix, two_ranks
 
 STEPS = 2
+IN_SLICES = (
+    "rollout.group_size=2",
+    "rollout.max_new_tokens=96",
+    "rollout.slice_tokens=12",
+    "algorithm.recompute_logprobs=true",
+    "algorithm.importance_correction=token",
+    "algorithm.importance_mask_high=5",
+)
+"""Most completions need several slices."""
+IN_FLIGHT = {"carry": "rollout/sequences_in_flight", "defer": "rollout/deferred_groups"}
+"""The metric of what a step leaves unfinished."""
 
 
-def make_mixture(base: Path, folder: Path) -> Path:
-    """A random mixture of experts with the tokenizer of `base`."""
+def make_mixture(base: Path, folder: Path, stops: bool = False) -> Path:
+    """A random mixture of experts with the tokenizer of `base`; `stops` makes it end soon or late."""
     from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     shutil.copytree(base, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
@@ -41,6 +52,8 @@ def make_mixture(base: Path, folder: Path) -> Path:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
+            if stops:
+                model.lm_head.weight[words.eos_token_id] *= 10
     model.save_pretrained(folder)
     return folder
 
@@ -103,3 +116,47 @@ def test_routes_are_compared_in_the_first_pass_of_a_step_that_replays_them(
         assert shares == [0, 0]
     else:
         assert all(share < 0.5 for share in shares) and shares[-1] > 0
+
+
+def interrupted_after(step: int, whole: Path, folder: Path) -> None:
+    """A run's folder as it was when the run had made so many steps."""
+    shutil.copytree(whole, folder)
+    metrics = folder / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:step]))
+    for checkpoint in (folder / "checkpoints").glob("step-*"):
+        if int(checkpoint.name[5:]) > step:
+            shutil.rmtree(checkpoint)
+
+
+@pytest.mark.parametrize("tail", ["carry", "defer"])
+def test_completions_in_slices_are_replayed_by_their_own_routes_and_after_a_resume(
+    arithmetic: Path, tmp_path: Path, tail: str
+) -> None:
+    """In float32 with the weights at rest the policy chooses as all the engines did."""
+    steps = 3
+    whole = tmp_path / "whole"
+    settings = (
+        f"model.path={make_mixture(arithmetic / 'base', tmp_path / 'mixture', stops=True)}",
+        "parallel.tensor=1",
+        "policy.routing_replay=engine",
+        "optimizer.lr=1e-30",
+        "optimizer.min_lr=0",
+        "algorithm.n_minibatches=1",
+        f"rollout.tail={tail}",
+        f"run.total_steps={steps}",
+        "save.ckpt_freq_steps=1",
+        f"save.keep_last={steps}",
+        "save.ckpt_freq_secs=null",
+        *IN_SLICES,
+    )
+    run_ranks(1, [*TRAIN, *small_run(arithmetic, whole), *settings])
+    whole_rows = rows(whole)
+    assert [row["routing/differing_choices"] for row in whole_rows] == [0] * steps
+    assert whole_rows[1][IN_FLIGHT[tail]] > 0
+    saved = list((whole / "checkpoints").glob("step-*/routes-00000.safetensors"))
+    assert bool(saved) == (tail == "carry")
+
+    resumed = tmp_path / "resumed"
+    interrupted_after(2, whole, resumed)
+    run_ranks(1, [*TRAIN, *small_run(arithmetic, resumed), *settings])
+    assert rows(resumed) == whole_rows

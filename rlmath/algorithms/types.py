@@ -97,14 +97,17 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class RoutesAt:
-    """The place of the experts that an engine has sent a completion's tokens to."""
+    """The place of the experts that an engine has sent tokens of a completion to.
+
+    They are those of one slice: of the tokens that were read first to sample it. Together the
+    slices have prompt and completion but the last token, which no pass has read."""
 
     rank: int
     """The rank that holds them; they are too many for every rank."""
     number: int
-    """Their number on that rank, in this step."""
+    """Their number on that rank."""
     tokens: int
-    """Tokens that have experts: prompt and completion but the last, which no pass has read."""
+    """Tokens that have experts."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +137,8 @@ class Completion:
     From an engine there is at least one segment. Without any, all tokens are sampled."""
     calls: tuple[ToolCall, ...] = ()
     """Its calls of tools, in order."""
-    routes_at: RoutesAt | None = field(default=None, compare=False)
-    """The place of its experts in the step that sampled it; None: they were not recorded."""
+    routes_at: tuple[RoutesAt, ...] = field(default=(), compare=False)
+    """The places of its experts, by slice; empty: they were not recorded."""
 
     @property
     def sampled(self) -> list[bool] | None:
@@ -198,6 +201,8 @@ class PartialCompletion:
     segments: tuple[Segment, ...] = ()
     calls: tuple[ToolCall, ...] = ()
     """Its calls of tools, in order."""
+    routes_at: tuple[RoutesAt, ...] = field(default=(), compare=False)
+    """`Completion.routes_at`."""
 
     @property
     def n_sampled(self) -> int:
@@ -257,6 +262,7 @@ class PartialCompletion:
             policy_version=self.segments[-1].policy_version,
             segments=self.segments,
             calls=self.calls,
+            routes_at=self.routes_at,
         )
 
 
@@ -391,7 +397,7 @@ class Sample:
     """How many optimizer steps each completion token's weights are behind the step's first ones.
 
     None: not asked for."""
-    routes_at: RoutesAt | None = None
+    routes_at: tuple[RoutesAt, ...] = ()
     """`Completion.routes_at`."""
 
     @property

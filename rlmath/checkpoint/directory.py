@@ -8,6 +8,8 @@
     progress.json         how far the run is (`Progress`), for people and programs
     config.yaml           the settings of the run
     flight.safetensors    unfinished groups, where rollouts are partial
+    routes-00000.safetensors
+                          experts of their completions that rank 0 holds, where engines' are replayed
     critic_config.json    config.json of the critic, where there is one
     prompt_history.jsonl  how often prompts were solved, and what a curriculum draws next; of GRPO
     state/                Megatron's torch_dist form: model, optimizer, random states

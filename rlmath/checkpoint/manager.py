@@ -135,7 +135,8 @@ class CheckpointManager:
         """Start a save.
 
         Returns why it failed, where all its files are removed, or None. The names of tensors in
-        `progress` are filled in here. `files` are written beside, by rank 0 and at once."""
+        `progress` are filled in here. `files` are written beside, by each rank its own and at once:
+        their names differ."""
         assert not self.busy, "finish the save in flight first"
         state, progress = self._state(progress)
         partial = directory.partial_of(self._root, progress.step)
@@ -254,17 +255,19 @@ class CheckpointManager:
                 directory.write_progress(partial, progress)
                 (partial / directory.SETTINGS).write_text(settings_yaml, encoding="utf-8")
                 write_files(partial / directory.METADATA_FILES, self._metadata_files)
-                for name, content in files.items():
-                    (partial / name).write_bytes(content)
             except OSError as os_error:
                 error = f"{self._root} cannot be written: {os_error}"
         error = collectives.broadcast_from_rank_zero(error)
         assert self._unfinished is not None
-        if error is None and not (self._unfinished.partial / STATE).is_dir():
-            error = (
-                f"rank {self._rank} does not see {self._unfinished.partial}: run.output_dir "
-                "must be shared"
-            )
+        partial = self._unfinished.partial
+        if error is None and not (partial / STATE).is_dir():
+            error = f"rank {self._rank} does not see {partial}: run.output_dir must be shared"
+        if error is None:
+            try:
+                for name, content in files.items():
+                    (partial / name).write_bytes(content)
+            except OSError as os_error:
+                error = f"{self._root} cannot be written: {os_error}"
         return collectives.first_error(error)
 
     def _plan(self, save: _SaveInFlight, state: dict[str, Any]) -> list[Any]:

@@ -3,8 +3,9 @@
     tokens, logprobs   of all completions, one behind the other, in the order of groups and samples
     header             {"version", "next_draw", "short_share", "groups": [...]}, of every group {"draw", "first_step",
                        "deferred", "samples": [...]}, and of every sample {"segments"}, with {"finish_reason", "text",
-                       "score"} where it is finished, and {"calls"} where it has called a tool; a segment is [tokens,
-                       version, step], with a fourth number, 0, where its tokens were not sampled
+                       "score"} where it is finished, {"calls"} where it has called a tool, and {"routes"}, the places
+                       of its experts, [rank, number, tokens] (`checkpoint.route_files`), where it has some; a segment
+                       is [tokens, version, step], with a fourth number, 0, where its tokens were not sampled
 
 Earlier versions wrote no texts, which then follow from the tokens. The manifest has its checksum; a reader looks at
 what a run with other settings may have written.
@@ -28,6 +29,7 @@ from rlmath.algorithms.types import (
     NOTHING_SAMPLED,
     PartialCompletion,
     RewardFailure,
+    RoutesAt,
     Score,
     ScoredCompletion,
     Segment,
@@ -54,6 +56,9 @@ def write_unfinished(unfinished: UnfinishedGroups) -> bytes:
             token_ids.extend(part.token_ids)
             logprobs.extend(part.logprobs)
             row: dict[str, Any] = {"segments": segment_rows(part.segments)}
+            if part.routes_at:
+                places = part.routes_at
+                row["routes"] = [[place.rank, place.number, place.tokens] for place in places]
             if part.calls:
                 row["calls"] = [asdict(call) for call in part.calls]
             if isinstance(sample, ScoredCompletion):
@@ -119,7 +124,10 @@ def _read_group(
         calls = tuple(read_call(call_row) for call_row in sample_row.get("calls", ()))
         part = NOTHING_SAMPLED
         if segments:
-            part = PartialCompletion(token_ids, logprobs, segments, calls=calls)
+            places = (RoutesAt(*map(read_count, place)) for place in sample_row.get("routes", ()))
+            part = PartialCompletion(
+                token_ids, logprobs, segments, calls=calls, routes_at=tuple(places)
+            )
         if sample_row.get("score") is None:
             samples.append(part)
         else:

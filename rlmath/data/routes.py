@@ -10,12 +10,12 @@ Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
 
-from rlmath.algorithms.types import RoutesAt, Sample
+from rlmath.algorithms.types import Completion, PartialCompletion, RoutesAt, Sample
 from rlmath.config.model_shape import expert_number_bytes
 from rlmath.data.packing import MicroBatch
 
@@ -29,20 +29,24 @@ def expert_dtype(num_experts: int) -> torch.dtype:
     return {1: torch.uint8, 2: torch.int16}[expert_number_bytes(num_experts)]
 
 
+def places_of(completions: Iterable[PartialCompletion | Completion]) -> list[RoutesAt]:
+    """The places of the routes of these completions, in order."""
+    return [place for completion in completions for place in completion.routes_at]
+
+
 def routes_needed(batches: Sequence[MicroBatch], samples: Sequence[Sample]) -> list[RoutesAt]:
     """The places of the routes of these micro-batches' samples, which all have some."""
-    places = []
+    places: list[RoutesAt] = []
     for index in (index for batch in batches for index in batch.sample_indices):
-        place = samples[index].routes_at
-        assert place is not None, f"sample {index} has no routes"
-        places.append(place)
+        assert samples[index].routes_at, f"sample {index} has no routes"
+        places += samples[index].routes_at
     return places
 
 
 def with_routes(
     batch: MicroBatch, samples: Sequence[Sample], routes: dict[RoutesAt, torch.Tensor]
 ) -> MicroBatch:
-    """The micro-batch with the routes of its samples, each [N, L, K]; others route by themselves.
+    """The micro-batch with the routes of its samples' slices; other tokens route by themselves.
 
     They are popped from `routes`, so that there are not two copies of all. Without samples nothing
     is replayed."""
@@ -51,8 +55,7 @@ def with_routes(
     is_routed_T = torch.zeros(tokens, dtype=torch.bool)
     for index, start in zip(batch.sample_indices, batch.bounds, strict=False):
         sample = samples[index]
-        assert sample.routes_at is not None
-        routes_NLK = routes.pop(sample.routes_at)
+        routes_NLK = torch.cat([routes.pop(place) for place in sample.routes_at])
         assert len(routes_NLK) == sample.length - 1, (
             f"sample {index}: {sample.length} tokens need {sample.length - 1} routes; got "
             f"{len(routes_NLK)}"

@@ -32,6 +32,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, NamedTuple
 
+from rlmath.algorithms.partial_rollouts import with_reserve
 from rlmath.checkpoint.hf.run_shapes import RunShapes
 from rlmath.checkpoint.hf.weight_map import (
     Rule,
@@ -56,6 +57,7 @@ from rlmath.config.schema import (
 from rlmath.distributed.device_kind import FORMAT_BYTES, DeviceKind, NumberFormat, number_format
 from rlmath.distributed.mesh import Mesh
 from rlmath.planning import memory_formulas as formulas
+from rlmath.rollout.unfinished_rules import slice_tokens, unfinished_rules
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
 from rlmath.rollout.weight_sync.shard_layouts import stage_layers
 
@@ -327,14 +329,27 @@ def plan_rank(
 def step_sequences(config: Config) -> formulas.StepSequences:
     """The sequences of a step with these settings, all of the greatest length.
 
-    Every prompt that selection may ask for has its group."""
+    Every prompt that selection may ask for has its group. With "carry" the most groups are in
+    flight; with "defer" all of a short round of the most groups end with their slice."""
     prompts = config.data.prompts_per_step
-    extra = config.selection.max_extra_prompts if config.selection.dynamic_sampling else 0
+    rollout = config.rollout
+    rules = unfinished_rules(config)
+    longest = sequence_length(config)
+    groups = prompts + rules.max_dropped
+    short = carried = 0
+    if rollout.tail == "carry":
+        groups = rules.max_groups + rules.max_dropped
+        carried = (groups - prompts) * rollout.group_size
+    elif rollout.tail == "defer":
+        tokens = config.data.max_prompt_tokens + slice_tokens(rollout)
+        completions = with_reserve(prompts, share=0.0) * rollout.group_size
+        short = -(-completions * tokens // longest)
     return formulas.StepSequences(
-        sequence_length(config),
-        sampled=(prompts + extra) * config.rollout.group_size,
+        longest,
+        sampled=groups * rollout.group_size + short,
         learned=prompts * config.learned_group_size,
         minibatches=config.algorithm.n_minibatches,
+        carried=carried,
     )
 
 
@@ -371,9 +386,14 @@ def plan_routes(
     return formulas.RouteBytes(
         recorded=formulas.route_bytes(shape, shape.num_layers, kv_cache // token + 1),
         sampled=max(
-            formulas.sampled_route_bytes(shape, sequences, mesh.num_engines) for sequences in stages
+            formulas.sampled_route_bytes(shape, stage.tokens, stage.sampled, mesh.num_engines)
+            for stage in stages
         ),
         replayed=max(replayed),
+        carried=max(
+            formulas.sampled_route_bytes(shape, stage.tokens, stage.carried, mesh.num_engines)
+            for stage in stages
+        ),
     )
 
 
@@ -389,9 +409,11 @@ def _with_routes(
             asleep = {part: sizes[part] for part in ENGINE_PARTS if part in sizes}
             fetched = {"sampled_routes": routes.sampled, "replayed_routes": routes.replayed}
             held["pack"] = {**resident, **asleep, **fetched}
-        of_phase = {"replayed_routes": routes.replayed}
-        if phase in GENERATION_PHASES:
-            of_phase = {"sampled_routes": routes.sampled if phase == "generate" else 0}
+        of_phase = {"sampled_routes": routes.carried}
+        if phase == "generate":
+            of_phase = {"sampled_routes": routes.sampled}
+        elif phase != "sync":
+            of_phase["replayed_routes"] = routes.replayed
         held[phase] = {**sizes, **of_phase}
     return {phase: sizes | {"recorded_routes": routes.recorded} for phase, sizes in held.items()}
 

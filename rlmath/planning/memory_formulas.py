@@ -423,10 +423,13 @@ class StepSequences:
     tokens: int
     """Tokens of one, prompt and completion."""
     sampled: int
-    """Those of all engines together, also of groups that selection drops."""
+    """Those of all engines together, also of groups that selection drops, or in flight from
+    earlier steps."""
     learned: int
     """Those that the step learns from."""
     minibatches: int = 1
+    carried: int = 0
+    """Those of `sampled` that later steps learn from."""
 
 
 @dataclass(frozen=True)
@@ -439,24 +442,25 @@ class RouteBytes:
     """Of an engine's completions, on its first rank, until the ranks that train have fetched them."""
     replayed: int
     """Of the rank's own micro-batches and layers, until the step's end."""
+    carried: int = 0
+    """The part of `sampled` that stays there for later steps."""
 
 
 NO_ROUTES = RouteBytes(0, 0, 0)
 
 
-def sampled_route_bytes(shape: ModelShape, sequences: StepSequences, engines: int) -> int:
+def sampled_route_bytes(shape: ModelShape, tokens: int, sequences: int, engines: int) -> int:
     """Bytes of routes of what one of so many engines samples, if each samples an even share.
 
-    A completion's last token has none. Of Qwen3-30B-A3B (48 layers, 8 of 128 experts), 8,192
-    sequences of 8,192 tokens by 128 engines:
+    The `sequences` have so many `tokens`, of which the last has none. Of Qwen3-30B-A3B (48 layers,
+    8 of 128 experts), 8,192 sequences of 8,192 tokens by 128 engines:
 
     >>> from rlmath.checkpoint.hf.config_json import required_shape
     >>> mixture, _ = required_shape("/nowhere/Qwen3-30B-A3B")
-    >>> sampled_route_bytes(mixture, StepSequences(8192, 8192, 8192), engines=128)
+    >>> sampled_route_bytes(mixture, tokens=8192, sequences=8192, engines=128)
     201302016
     """
-    completions = -(-sequences.sampled // engines)
-    return route_bytes(shape, shape.num_layers, completions * (sequences.tokens - 1))
+    return route_bytes(shape, shape.num_layers, -(-sequences // engines) * (tokens - 1))
 
 
 def replayed_route_bytes(

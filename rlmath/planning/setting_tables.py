@@ -386,15 +386,6 @@ CONFLICTS = (
         "old, with several updates a step).",
     ),
     Conflict(
-        when=lambda config: [
-            config.policy.routing_replay == "engine",
-            config.rollout.tail != "wait",
-        ],
-        text='policy.routing_replay is "engine" and rollout.tail "{rollout.tail}": routes of '
-        "completions that are sampled in slices are not kept yet. Set rollout.tail=wait, or "
-        "policy.routing_replay=none (or old, with several updates a step).",
-    ),
-    Conflict(
         when=lambda config: [config.policy.routing_replay == "engine", config.tools.format],
         text='policy.routing_replay is "engine" and tools.format "{tools.format}": routes of '
         "completions that call tools are not kept yet. Set tools.format=null, or "

@@ -16,8 +16,9 @@ import logging
 import math
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -27,12 +28,16 @@ from rlmath.algorithms.types import (
     Completion,
     PartialCompletion,
     Prompt,
+    RoutesAt,
     Score,
     ScoredCompletion,
     ScoredGroup,
     scored_group,
 )
+from rlmath.checkpoint.route_files import route_file, write_routes
+from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import RewardConfig, RolloutConfig
+from rlmath.data.routes import places_of
 from rlmath.distributed.collectives import all_gather_objects, shared_store
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.run_store import RunStore
@@ -40,7 +45,7 @@ from rlmath.rewards.reward_manager import UNSCORED, RewardManager, RewardWorkers
 from rlmath.rewards.several_rewards import takes_groups
 from rlmath.rollout.called_completions import check_lost
 from rlmath.rollout.engine import Engine
-from rlmath.rollout.routes import RouteStore
+from rlmath.rollout.routes import RouteStore, load_routes
 from rlmath.rollout.sampling import Key, Request, RolloutSeed, SamplingSettings, group_requests
 from rlmath.rollout.work_queue import EngineUsage, WorkQueue
 
@@ -174,6 +179,24 @@ class Collector:
         by_scorer = validates and self._has_scorer
         return takes_groups(self._reward) and not by_scorer
 
+    def keep_routes(self, parts: Iterable[PartialCompletion | Completion]) -> None:
+        """Forget the routes that this rank holds of other completions than these."""
+        if self._routes is not None:
+            self._routes.keep_only(places_of(parts))
+
+    def route_files(self) -> dict[str, bytes]:
+        """What a checkpoint keeps of the routes that this rank holds, by file name."""
+        if self._routes is None or not self._routes.bytes:
+            return {}
+        return {route_file(self._mesh.rank): write_routes(self._routes.held)}
+
+    def load_routes(
+        self, folder: Path, places: Sequence[RoutesAt], shape: ModelShape
+    ) -> dict[RoutesAt, RoutesAt]:
+        """Hold this rank's part of the routes of a checkpoint; returns where each has come to be."""
+        assert self._routes is not None
+        return load_routes(self._routes, folder, places, self._mesh.world_size, shape)
+
     def reset_prefix_cache(self) -> None:
         """Let the engine compute all prompts anew: cached blocks may differ in the last bits."""
         self._engine.reset_prefix_cache()
@@ -288,11 +311,11 @@ class Collector:
         for ended in running.sample(work_queue):
             progress.add_one()
             progress.tick()
-            before = len(by_key[ended.request.key].request.so_far.token_ids)
-            completion = _without_first(ended.completion, before)
+            before = by_key[ended.request.key].request.so_far
+            completion = _without_first(ended.completion, len(before.token_ids))
             if routes is not None and ended.routes is not None:
-                assert isinstance(completion, Completion)
-                completion = replace(completion, routes_at=routes.keep(ended.routes))
+                places = (*before.routes_at, routes.keep(ended.routes))
+                completion = replace(completion, routes_at=places)
             completions[ended.request.key] = completion
         seconds = time.perf_counter() - started
         usage = work_queue.usage(seconds, running.usage.waiting_seconds)

@@ -143,13 +143,13 @@ class RlmathCPUWorker(CPUWorker):
         slots_T = self._block_table.slot_mapping.gpu[: len(experts_TK)]
         self._routes[slots_T, layer] = experts_TK.to(self._routes.dtype)
 
-    def routes_of(self, name: str, tokens: int) -> torch.Tensor:
-        """Experts of a request's first tokens, [T, L, K].
+    def routes_of(self, name: str, first: int, end: int) -> torch.Tensor:
+        """Experts of a request's tokens from `first` to `end`, [T, L, K].
 
         Call it before the engine's next step, which may give the request's blocks to others."""
         row = self.model_runner.input_batch.req_id_to_index[name]
         table = self._block_table
-        positions_T = np.arange(tokens)
+        positions_T = np.arange(first, end)
         blocks_T = table.get_numpy_array()[row, positions_T // table.block_size]
         slots_T = blocks_T.astype(np.int64) * table.block_size + positions_T % table.block_size
         return self._routes[torch.from_numpy(slots_T)]

@@ -330,8 +330,8 @@ class Engine:
             routes_of=self._routes_of if with_routes else None,
         )
 
-    def _routes_of(self, name: str, tokens: int) -> Tensor:
-        (routes_TLK,) = self._llm.collective_rpc("routes_of", args=(name, tokens))
+    def _routes_of(self, name: str, first: int, end: int) -> Tensor:
+        (routes_TLK,) = self._llm.collective_rpc("routes_of", args=(name, first, end))
         return routes_TLK
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

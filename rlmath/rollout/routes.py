@@ -12,13 +12,16 @@ gathered to every rank. A completion says where its own are (`RoutesAt`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rlmath.algorithms.types import RoutesAt
+from rlmath.checkpoint.route_files import read_routes, route_file
+from rlmath.config.model_shape import ModelShape
 from rlmath.distributed.collectives import all_gather_objects
 
 MESSAGE_BYTES = 2**25
@@ -26,30 +29,82 @@ MESSAGE_BYTES = 2**25
 
 
 class RouteStore:
-    """The routes of a step's completions that this rank's engine has sampled."""
+    """The routes of completions that this rank's engine has sampled, or of slices of them.
+
+    They stay until their completions are learned from or dropped."""
 
     def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._routes: list[Tensor] = []
+        self.rank = rank
+        self._routes: dict[int, Tensor] = {}
+        self._numbers = itertools.count()
 
     def keep(self, routes_NLK: Tensor) -> RoutesAt:
-        """Keep the routes of a completion; returns where they are."""
-        self._routes.append(routes_NLK)
-        return RoutesAt(self._rank, len(self._routes) - 1, tokens=len(routes_NLK))
+        """Keep the routes of a slice; returns where they are."""
+        place = RoutesAt(self.rank, next(self._numbers), tokens=len(routes_NLK))
+        self._routes[place.number] = routes_NLK
+        return place
 
     def get(self, place: RoutesAt) -> Tensor:
         """Routes that this rank holds, [N, L, K]."""
-        assert place.rank == self._rank, f"{place} is not on rank {self._rank}"
+        assert place.rank == self.rank, f"{place} is not on rank {self.rank}"
         return self._routes[place.number]
 
     @property
     def bytes(self) -> int:
         """What all of them take (bytes)."""
-        return sum(routes_NLK.nbytes for routes_NLK in self._routes)
+        return sum(routes_NLK.nbytes for routes_NLK in self._routes.values())
+
+    @property
+    def held(self) -> Mapping[int, Tensor]:
+        """All of them by their number."""
+        return self._routes
 
     def clear(self) -> None:
-        """Forget the step's routes."""
+        """Forget all, and count from 0 again."""
         self._routes.clear()
+        self._numbers = itertools.count()
+
+    def keep_only(self, places: Iterable[RoutesAt]) -> None:
+        """Forget the routes of other places."""
+        kept = {place.number for place in places if place.rank == self.rank}
+        self._routes = {number: self._routes[number] for number in self._routes if number in kept}
+
+    def drop(self, places: Iterable[RoutesAt]) -> None:
+        """Forget the routes of these places."""
+        for place in places:
+            if place.rank == self.rank:
+                self._routes.pop(place.number, None)
+
+
+def load_routes(
+    store: RouteStore,
+    folder: Path,
+    places: Sequence[RoutesAt],
+    world_size: int,
+    shape: ModelShape,
+) -> dict[RoutesAt, RoutesAt]:
+    """Hold this rank's part of the routes of a checkpoint alone; returns where each is now.
+
+    `places` are those that the checkpoint has, in an order that all ranks have. Each rank takes
+    what it had; what ranks had that are no more is spread over the others. OSError or ValueError
+    where this rank's part cannot be read."""
+    store.clear()
+    moved = {}
+    files: dict[int, dict[int, Tensor]] = {}
+    numbers = [itertools.count() for _ in range(world_size)]
+    for place in places:
+        rank = place.rank % world_size
+        moved[place] = RoutesAt(rank, next(numbers[rank]), tokens=place.tokens)
+        if rank != store.rank:
+            continue
+        if place.rank not in files:
+            files[place.rank] = read_routes(folder / route_file(place.rank), shape)
+        routes_NLK = files[place.rank].pop(place.number, None)
+        if routes_NLK is None or len(routes_NLK) != place.tokens:
+            raise ValueError(f"{route_file(place.rank)} does not have {place}")
+        kept_at = store.keep(routes_NLK)
+        assert kept_at == moved[place], f"{place} came to {kept_at}"
+    return moved
 
 
 def fetch_routes(

@@ -71,9 +71,10 @@ class Ended:
     completion: PartialCompletion | Completion
     """All of it; partial where its slice ended first."""
     routes: Tensor | None = None
-    """Experts of its prompt and its tokens but the last, [tokens, layers, experts of a token].
+    """Experts of the tokens that it was sampled by, [tokens, layers, experts of a token].
 
-    None: they were not asked for."""
+    They begin with the prompt or, where the request had sampled tokens, with the last of these, and
+    lack the last token now. None: they were not asked for."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ class RunningCompletions:
         on_step: Callable[[], None] = lambda: None,
         keeps_cache: bool = False,
         tools: CalledCompletions | None = None,
-        routes_of: Callable[[str, int], Tensor] | None = None,
+        routes_of: Callable[[str, int, int], Tensor] | None = None,
     ) -> None:
         """`settings` give the distribution where a request does not set its own.
 
@@ -164,8 +165,8 @@ class RunningCompletions:
         request, whose `so_far` may lack the last tokens. `on_step` is called before each step. With
         `keeps_cache`, completions keep their KV cache when new weights come: those begun later do
         not share its blocks. `tools` answer calls; nothing of the engine may be waiting for one.
-        `routes_of` gives the experts of a request's first tokens, by its name and their number,
-        which must all be of these weights: no completion is interrupted."""
+        `routes_of` gives the experts of a request's tokens from the first to the end of a range, by
+        its name, which must all be of these weights: no completion is interrupted."""
         self._core = llm.llm_engine.engine_core
         self._scheduler = (
             self._core.engine_core.scheduler
@@ -258,7 +259,9 @@ class RunningCompletions:
             elif output.finish_reason is not None:
                 del decodings[output.request_id]
                 if self._routes_of is not None:  # its blocks are its own until the next step
-                    decoding.routes = self._routes_of(output.request_id, decoding.length - 1)
+                    decoding.routes = self._routes_of(
+                        output.request_id, decoding.first_read, decoding.length - 1
+                    )
                 ended.append((decoding, str(output.finish_reason)))
         usage.busy_seconds += time.perf_counter() - started
         return [
@@ -318,17 +321,17 @@ class RunningCompletions:
         request = decoding.request
         sampled = decoding.sampled(self.weights)
         if not stopped and sampled.n_sampled < request.max_new_tokens:
-            return self._leave(request.with_more(sampled))
+            return self._leave(request.with_more(sampled), decoding.routes)
         return self._finish(
             request, sampled, "stop" if stopped else "length", routes=decoding.routes
         )
 
-    def _leave(self, request: Request) -> Ended:
+    def _leave(self, request: Request, routes: Tensor | None = None) -> Ended:
         """The completion at the end of its slice, unfinished.
 
         Its session ends; a further call makes it again from the earlier ones."""
         self._end_session(request, request.so_far)
-        return Ended(request, request.so_far)
+        return Ended(request, request.so_far, routes)
 
     def _end_session(self, request: Request, sampled: PartialCompletion) -> None:
         """End the sandbox of a completion, if it has one."""
@@ -397,6 +400,12 @@ class _Decoding:
         """Tokens of the prompt and of all that is sampled."""
         request = self.request
         return len(request.token_ids) + len(request.so_far.token_ids) + len(self.token_ids)
+
+    @property
+    def first_read(self) -> int:
+        """The first token that was read to sample new ones; those before have been sampled by."""
+        so_far = len(self.request.so_far.token_ids)
+        return len(self.request.token_ids) + so_far - 1 if so_far else 0
 
     def add(self, output: Any) -> int:
         """Add the tokens of a vLLM `EngineCoreOutput`; returns their number."""

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rlmath.algorithms.types import ScoredGroup
+from rlmath.algorithms.types import RoutesAt, ScoredGroup
 from rlmath.checkpoint.directory import CRITIC_CONFIG, Progress
 from rlmath.config import length_curriculum
 from rlmath.config.length_curriculum import LengthStage
@@ -30,6 +30,7 @@ from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs, ValidationFile, measured_rows
 from rlmath.data.micro_batches import forward_cost
 from rlmath.data.prompt_curriculum import HISTORY
+from rlmath.data.routes import places_of
 from rlmath.distributed.mesh import Mesh
 from rlmath.rewards.reward_manager import FailedSteps, RewardWorkers
 from rlmath.rewards.several_rewards import functions_of, summed_rewards
@@ -143,15 +144,21 @@ class GrpoTrainer(PolicyTrainer):
             self.failed_steps.check(rollout.scores)
         own_advantages = self.own_advantages(selection.learned)
         history = self.rollouts.commit()
+        routes = self.engines.routes
+        in_flight: list[RoutesAt] = []
+        if routes is not None:
+            in_flight = places_of(self.rollouts.parts_in_flight)
+            learned = (part for group in selection.learned for part in group.completions)
+            routes.keep_only([*places_of(learned), *in_flight])
         with self.timers.phase("capture"):
             self.recorder.before_update(
                 number, stage.number, selection, own_advantages=own_advantages
             )
         update = self.updaters[stage.number].update(
-            selection.learned, number, own_advantages, routes=self.engines.routes
+            selection.learned, number, own_advantages, routes=routes
         )
-        if self.engines.routes is not None:
-            self.engines.routes.clear()  # a skipped update has fetched none
+        if routes is not None:
+            routes.keep_only(in_flight)  # a skipped update has fetched none
         with self.timers.phase("capture"):
             self.recorder.after_update(update)
         self.move_reference(number + 1)
@@ -243,9 +250,10 @@ class GrpoTrainer(PolicyTrainer):
         return stage
 
     def checkpoint_files(self) -> dict[str, bytes]:
+        files = self.rollouts.rank_files()
         if self.mesh.rank != 0:
-            return {}
-        files = self.rollouts.files()
+            return files
+        files |= self.rollouts.files()
         if self.critic is not None:
             files[CRITIC_CONFIG] = self.critic_config
         return files

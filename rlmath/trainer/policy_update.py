@@ -406,7 +406,7 @@ class PolicyUpdater:
     def with_fetched_routes(
         self, batches: Sequence[MicroBatch], samples: Sequence[Sample], routes: RouteStore
     ) -> list[MicroBatch]:
-        """The micro-batches with their samples' routes, and an empty store.
+        """The micro-batches with their samples' routes, which the store holds no longer.
 
         A collective."""
         routing = self.actor.forward_backward.routing
@@ -418,7 +418,7 @@ class PolicyUpdater:
             experts_per_token=self.shape.experts_per_token,
             dtype=expert_dtype(self.shape.num_experts),
         )
-        routes.clear()
+        routes.drop(place for sample in samples for place in sample.routes_at)
         return [with_routes(batch, samples, fetched) for batch in batches]
 
     def routing_counts(self) -> dict[str, float]:

@@ -17,6 +17,7 @@ from rlmath.algorithms.types import (
     Completion,
     PartialCompletion,
     RewardFailure,
+    RoutesAt,
     Score,
     ScoredCompletion,
     Segment,
@@ -97,6 +98,15 @@ def test_what_is_read_is_what_was_written() -> None:
     assert second.samples == (NOTHING_SAMPLED, NOTHING_SAMPLED) and second.unfinished == [0, 1]
     assert isinstance(first.samples[1], ScoredCompletion)
     assert first.samples[1].score.queue_seconds == 0.25
+
+
+def test_the_places_of_routes_come_back() -> None:
+    places = (RoutesAt(0, 4, tokens=7), RoutesAt(1, 2, tokens=3))
+    part = replace(NOTHING_SAMPLED.extended((5,), (-1.0,), 0, step=0), routes_at=places)
+    finished = ScoredCompletion(part.finished(1, "x", "stop"), Score(1.0, True, "x", "string"))
+    groups = UnfinishedGroups([UnfinishedGroup(0, 0, (part, finished))], 1)
+    (group,) = read_unfinished(write_unfinished(groups), 2, 100, text_of).groups
+    assert [sample.routes_at for sample in group.parts] == [places, places]
 
 
 def test_tokens_that_others_wrote_come_back_as_such() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from rlmath.algorithms.types import Completion, Prompt, RoutesAt, Sample, Score, ScoredGroup
 from rlmath.config.schema import AlgorithmConfig, RewardConfig, RolloutConfig
 from rlmath.data.packing import MicroBatch
-from rlmath.data.routes import with_routes
+from rlmath.data.routes import places_of, with_routes
 from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
@@ -152,9 +152,9 @@ def first_steps(
 
     stage = build(policy.folder, policy.case, routing_replay="engine")
     updater = _updater(stage, algorithm)
-    store = RouteStore(stage.mesh.rank)
     steps = []
     for number in range(2):
+        store = RouteStore(stage.mesh.rank)
         record = updater.update(
             _stored(policy, samples, store, stage.mesh),
             number,
@@ -200,7 +200,7 @@ def _stored(
             text="",
             finish_reason="stop",
             policy_version=0,
-            routes_at=place,
+            routes_at=(place,),
         )
         prompt = Prompt(f"q-{number}", "?", tuple(sample.prompt_ids), ("1",), task="math")
         score = Score(1.0, correct=True, extracted="", verdict="string")
@@ -213,7 +213,7 @@ def _routed(stage: Stage, routes: Sequence[Tensor] | None) -> list[MicroBatch]:
         return microbatches(stage, SAMPLES)
     places = [RoutesAt(0, number, len(rows)) for number, rows in enumerate(routes)]
     placed = [
-        replace(sample, routes_at=place) for sample, place in zip(SAMPLES, places, strict=True)
+        replace(sample, routes_at=(place,)) for sample, place in zip(SAMPLES, places, strict=True)
     ]
     layers = stage.actor.forward_backward.routing.layers
     of_place = {place: rows[:, layers] for place, rows in zip(places, routes, strict=True)}
@@ -355,18 +355,18 @@ def collected_and_fetched(folder: Path, engine_size: int) -> tuple[list[int], li
     collector.collect(replace(command, validates=True))
     groups = collector.collect(command).groups
     completions = [completion for group in groups for completion in group.completions]
-    places = [completion.routes_at for completion in completions]
-    needed = [place for place in places[mesh.rank :: 2] if place is not None]
+    places = places_of(completions)
+    needed = places[mesh.rank :: 2]
     needed.reverse()
     with mock.patch.object(routes_module, "MESSAGE_BYTES", 1000):
         fetched = fetch_routes(store, needed, (3, 1), experts_per_token=3, dtype=torch.uint8)
     rows = []
     for group in groups:
         for completion in group.completions:
-            place = completion.routes_at
-            held = None if place is None or place.rank != mesh.rank else store.get(place)
+            (place,) = completion.routes_at
+            held = None if place.rank != mesh.rank else store.get(place)
             sequence = [*group.prompt.token_ids, *completion.token_ids]
-            rows.append((sequence, place, held, None if place is None else fetched.get(place)))
+            rows.append((sequence, place, held, fetched.get(place)))
     engine.close()
     if pool is not None:
         pool.close()

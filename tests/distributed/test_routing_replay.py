@@ -293,7 +293,9 @@ def test_an_engine_s_first_rank_holds_no_more_routes_than_planned(
         data=DataConfig(prompts_per_step=len(lengths) // settings.group_size, max_prompt_tokens=3),
         rollout=settings,
     )
-    planned = sampled_route_bytes(shape, step_sequences(run), engines=1)
+    planned = sampled_route_bytes(
+        shape, step_sequences(run).tokens, step_sequences(run).sampled, engines=1
+    )
     held = sum(held.nbytes for _, _, held, _ in rows)
     longest = 3 + settings.max_new_tokens
     missing = sum(longest - length for length in lengths)

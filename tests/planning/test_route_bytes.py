@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlmath.algorithms.partial_rollouts import with_reserve
 from rlmath.algorithms.types import RoutesAt, Sample
 from rlmath.checkpoint.hf.run_shapes import read_run_shapes
 from rlmath.config.algorithm_schema import SelectionConfig
@@ -81,14 +82,15 @@ def test_a_rank_that_trains_holds_no_more_routes_than_planned(longest: bool) -> 
     draw = random.Random(0)
     lengths = [254 if longest else draw.randint(2, 254) for _ in range(21)]
     samples = [
-        Sample((3,), (5,) * (length - 1), (-1.0,) * (length - 1), 1.0, routes_at=RoutesAt(0, n, 0))
+        Sample(
+            (3,), (5,) * (length - 1), (-1.0,) * (length - 1), 1.0, routes_at=(RoutesAt(0, n, 0),)
+        )
         for n, length in enumerate(lengths)
     ]
     schedule = plan_minibatches(lengths, 2, data_size=3, max_tokens=600, seed=1)
     routes = {
-        sample.routes_at: torch.ones(sample.length - 1, 3, 2, dtype=expert_dtype(8))
+        sample.routes_at[0]: torch.ones(sample.length - 1, 3, 2, dtype=expert_dtype(8))
         for sample in samples
-        if sample.routes_at
     }
     held = [0, 0, 0]
     for minibatch in schedule:
@@ -135,6 +137,24 @@ def test_extra_prompts_and_the_longest_length_stage_are_counted() -> None:
     mesh = mesh_of(staged.parallel, staged.rollout, 1, rank=0)
     routes = rank_plan(staged, MIXTURE, mesh, CPU).routes
     assert (routes.sampled, routes.replayed) == (14 * 511 * TOKEN, 4 * 512 * TOKEN)
+
+
+def test_groups_in_flight_and_those_of_short_rounds_are_counted() -> None:
+    """Of 4 groups a step, with "carry" 8 are in flight, and 4 stay.
+
+    With "defer" a short round may have 31, whose completions have 100 + 39 of 256 tokens."""
+    routes = []
+    for tail in ("carry", "defer"):
+        rollout = replace(SMALL.rollout, tail=tail, max_staleness=1, slice_tokens=39)
+        run = replace(SMALL, rollout=rollout)
+        mesh = mesh_of(run.parallel, rollout, 1, rank=0)
+        plan = rank_plan(run, MIXTURE, mesh, CPU)
+        routes.append(plan.routes)
+        assert plan.phases["update"].get("sampled_routes", 0) == plan.routes.carried
+    assert with_reserve(4, share=0.0) == 31
+    short = -(-31 * 2 * 139 // 256)
+    assert [kept.sampled for kept in routes] == [16 * 255 * TOKEN, (8 + short) * 255 * TOKEN]
+    assert [kept.carried for kept in routes] == [8 * 255 * TOKEN, 0]
 
 
 def test_under_sequence_parallelism_a_rank_records_its_own_tokens_alone() -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedTokenizerFast
 
-from rlmath.algorithms.types import Completion, Prompt
+from rlmath.algorithms.types import NOTHING_SAMPLED, Completion, Prompt
 from rlmath.config.schema import RolloutConfig, ToolsConfig
 from rlmath.data.tool_chats import ChatFormat
 from rlmath.data.tool_formats import ends_with_call, has_void_turn, open_format
@@ -78,6 +79,7 @@ def running_of(
     core: Core,
     tools: CalledCompletions | None = None,
     tokenizer: PreTrainedTokenizerFast | None = None,
+    routes_of: Callable[[str, int, int], torch.Tensor] | None = None,
 ) -> RunningCompletions:
     def process_inputs(name: str, prompt: Any, parameters: Any, **options: Any) -> Any:
         return SimpleNamespace(request_id=name, sampling_params=parameters, prompt=prompt)
@@ -89,7 +91,11 @@ def running_of(
         vllm_config=SimpleNamespace(lora_config=None),
     )
     return RunningCompletions(
-        SimpleNamespace(llm_engine=engine), RolloutConfig(), tokenizer=tokenizer, tools=tools
+        SimpleNamespace(llm_engine=engine),
+        RolloutConfig(),
+        tokenizer=tokenizer,
+        tools=tools,
+        routes_of=routes_of,
     )
 
 
@@ -187,3 +193,24 @@ def test_a_first_turn_with_calls_that_are_not_run_is_no_void_turn(
     prompt = Prompt("q", "1+1?", (5,), solutions=("2",), task="math")
     assert ends_with_call(prompt, completion, tools)
     assert not has_void_turn(prompt, completion, "boxed", tools)
+
+
+@pytest.mark.parametrize(("so_far", "expected"), [(0, [0, 1, 2]), (1, [3]), (4, [6])])
+def test_routes_are_those_of_the_tokens_that_new_ones_were_sampled_by(
+    so_far: int, expected: list[int]
+) -> None:
+    """Of a prompt of three tokens, what is sampled so far, and one new token.
+
+    Those before the last of them have been read before, perhaps by other weights."""
+
+    def routes_of(name: str, first: int, end: int) -> torch.Tensor:
+        return torch.arange(first, end)
+
+    part = NOTHING_SAMPLED
+    if so_far:
+        part = part.extended((7,) * so_far, (-1.0,) * so_far, policy_version=0, step=0)
+    running = running_of(Core({0: END}), routes_of=routes_of)
+    begun = replace(request(0), token_ids=(5, 5, 5), so_far=part)
+    (ended,) = running.sample([begun])
+    assert ended.routes is not None
+    assert ended.routes.tolist() == expected

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 
 from rlmath.algorithms.dynamic_sampling import Chosen, Selection
-from rlmath.algorithms.types import ScoredGroup
+from rlmath.algorithms.types import (
+    NOTHING_SAMPLED,
+    PartialCompletion,
+    RoutesAt,
+    ScoredGroup,
+)
 from rlmath.checkpoint.directory import CRITIC_CONFIG, Progress
 from rlmath.config.length_curriculum import length_stages
 from rlmath.config.schema import (
@@ -52,8 +57,8 @@ class Routes:
     def __init__(self) -> None:
         self.events: list[Any] = []
 
-    def clear(self) -> None:
-        self.events.append("cleared")
+    def keep_only(self, places: Iterable[RoutesAt]) -> None:
+        self.events.append(list(places))
 
 
 class Parts:
@@ -66,6 +71,7 @@ class Parts:
         self.generates = False
         self.stopped_by: str | None = None
         self.routes: Any = None
+        self.parts_in_flight: list[PartialCompletion] = []
         self.next_draw = 0
         self.update_record = UPDATE
 
@@ -136,6 +142,9 @@ class Parts:
 
     def files(self) -> dict[str, bytes]:
         return {"state": b"1"}
+
+    def rank_files(self) -> dict[str, bytes]:
+        return {"routes": b"3"}
 
 
 def trainer(config: Config, parts: Parts, rank: int = 0) -> GrpoTrainer:
@@ -208,11 +217,15 @@ def test_a_run_that_is_asked_to_stop_while_it_validates_makes_no_step() -> None:
     assert parts.events == [("generate", 7, 5), ("validate", 5)]
 
 
-def test_routes_that_a_skipped_update_has_not_fetched_are_forgotten() -> None:
+def test_routes_stay_that_are_learned_from_and_then_those_that_are_in_flight() -> None:
+    """What a skipped update has not fetched is forgotten as well."""
     parts = Parts()
     parts.routes = routes = Routes()
+    in_flight = RoutesAt(0, 3, tokens=2)
+    parts.parts_in_flight = [replace(NOTHING_SAMPLED, routes_at=(in_flight,))]
     trainer(STAGED, parts).step(5)
-    assert parts.events[-2][-1] is routes and routes.events == ["cleared"]
+    assert parts.events[-2][-1] is routes
+    assert routes.events == [[in_flight], [in_flight]]
 
 
 def test_functions_that_fail_on_all_completions_end_the_run_and_the_verifier_does_not(
@@ -306,13 +319,13 @@ def test_the_last_validation_is_of_the_weights_after_all_steps() -> None:
     assert run.validate_at_end() is None and parts.events == []
 
 
-def test_rank_zero_has_the_files_of_a_checkpoint() -> None:
+def test_rank_zero_has_the_files_of_a_checkpoint_and_each_rank_its_own() -> None:
     run = trainer(STAGED, Parts())
-    assert run.checkpoint_files() == {"state": b"1"}
+    assert run.checkpoint_files() == {"state": b"1", "routes": b"3"}
     run.critic = object()  # type: ignore[assignment]
     run.critic_config = b"2"
-    assert run.checkpoint_files() == {"state": b"1", CRITIC_CONFIG: b"2"}
-    assert trainer(STAGED, Parts(), rank=1).checkpoint_files() == {}
+    assert run.checkpoint_files() == {"state": b"1", "routes": b"3", CRITIC_CONFIG: b"2"}
+    assert trainer(STAGED, Parts(), rank=1).checkpoint_files() == {"routes": b"3"}
 
 
 @pytest.mark.parametrize(("fingerprint", "changed"), [("", False), ("f", False), ("e", True)])

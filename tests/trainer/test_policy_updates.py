@@ -458,7 +458,7 @@ def test_micro_batches_take_the_engines_routes_of_this_ranks_layers_from_the_sto
         for completion in scored_group.completions:
             tokens = len(scored_group.prompt.token_ids) + len(completion.token_ids) - 1
             routes.append(torch.arange(tokens * 6, dtype=torch.uint8).view(tokens, 3, 2))
-            completions.append(replace(completion, routes_at=store.keep(routes[-1])))
+            completions.append(replace(completion, routes_at=(store.keep(routes[-1]),)))
         groups.append(replace(scored_group, completions=tuple(completions)))
     config = config_of(n_minibatches=2)
     config = replace(config, policy=replace(config.policy, routing_replay="engine"))

@@ -13,8 +13,10 @@ import pytest
 
 from rlmath.algorithms.partial_rollouts import UnfinishedGroup, UnfinishedGroups
 from rlmath.algorithms.types import (
+    NOTHING_SAMPLED,
     PartialCompletion,
     Prompt,
+    RoutesAt,
     Score,
     ScoredCompletion,
     ScoredGroup,
@@ -43,6 +45,8 @@ from rlmath.trainer.rollouts.synchronous import (
     StepRollouts,
     WholeRollouts,
     defer_metrics,
+    routed,
+    with_places,
 )
 from tests.tiny_models import shape_of
 
@@ -312,6 +316,25 @@ def test_groups_that_another_reward_has_scored_in_part_are_sampled_anew(
         first_round = [request for request in engines.begun if request[0] == "q1"]
         begun.append(first_round[: 1 + changed])
     assert begun == [[("q1", 0, 4)], [("q1", 0, 0), ("q1", 1, 0)]]
+
+
+def test_groups_in_flight_go_on_with_their_routes_and_without_them_are_sampled_anew(
+    tied_model: Path, tmp_path: Path
+) -> None:
+    """Of q1 a completion is finished; the run before had no routes of others in flight."""
+    place = RoutesAt(1, 5, tokens=7)
+    moved = RoutesAt(0, 0, tokens=7)
+    whole = UnfinishedGroup(3, 2, (NOTHING_SAMPLED,) * 2)
+    part = replace(NOTHING_SAMPLED.extended((5,), (-1.0,), 0, step=2), routes_at=(place,))
+    finished = ScoredCompletion(part.finished(1, "", "stop"), Score(1.0, True, "", "string"))
+    group = replace(whole, samples=(part, finished))
+    assert routed(whole, 4) is whole and routed(group, 4) is group
+    assert [sample.routes_at for sample in with_places(group, {place: moved}).parts] == [
+        (moved,),
+        (moved,),
+    ]
+    unrouted = replace(group, samples=(replace(part, routes_at=()), finished))
+    assert routed(unrouted, 4) == replace(whole, first_step=4)
 
 
 def test_groups_in_flight_that_cannot_be_this_runs_are_refused(

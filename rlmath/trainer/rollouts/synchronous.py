@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -30,7 +30,9 @@ from rlmath.algorithms.partial_rollouts import (
     too_old,
 )
 from rlmath.algorithms.types import (
+    Completion,
     PartialCompletion,
+    RoutesAt,
     Score,
     ScoredCompletion,
     ScoredGroup,
@@ -47,6 +49,7 @@ from rlmath.config.length_curriculum import (
 from rlmath.config.schema import Config, RolloutConfig
 from rlmath.data.dataset import Inputs
 from rlmath.data.prompt_curriculum import HISTORY, PromptCurriculum, rules_of
+from rlmath.data.routes import places_of
 from rlmath.data.tokenizer import completion_text
 from rlmath.rewards.several_rewards import compared_rewards, takes_groups
 from rlmath.rollout.collector import CollectGroups, Collector, Work
@@ -145,9 +148,18 @@ class StepRollouts(ABC):
         as it was."""
         return self.curriculum.commit(self._sampled)
 
+    @property
+    def parts_in_flight(self) -> list[PartialCompletion | Completion]:
+        """The completions that later steps learn from."""
+        return []
+
     def files(self) -> dict[str, bytes]:
         """What a checkpoint keeps of the state, by file name."""
         return {HISTORY: self.curriculum.file()}
+
+    def rank_files(self) -> dict[str, bytes]:
+        """What a checkpoint keeps of what this rank alone has, by file name."""
+        return {}
 
     def resume(self, folder: Path, steps_done: int, reward_changed: bool) -> None:
         """Continue from a checkpoint; older ones have no history, and begin without.
@@ -255,8 +267,19 @@ class RolloutsWithUnfinished(StepRollouts):
             self._sampled, {group.draw for group in self._unfinished.groups}
         )
 
+    @property
+    def parts_in_flight(self) -> list[PartialCompletion | Completion]:
+        return [part for group in self._unfinished.groups for part in group.parts]
+
     def files(self) -> dict[str, bytes]:
         return super().files() | {UNFINISHED: write_unfinished(self._unfinished)}
+
+    def rank_files(self) -> dict[str, bytes]:
+        return self._engines.route_files() if self._replays_engine else {}
+
+    @property
+    def _replays_engine(self) -> bool:
+        return self._config.policy.routing_replay == "engine"
 
     def resume(self, folder: Path, steps_done: int, reward_changed: bool) -> None:
         super().resume(folder, steps_done, reward_changed)
@@ -267,6 +290,14 @@ class RolloutsWithUnfinished(StepRollouts):
             unfinished = self._read(folder, steps_done, stage.config.rollout)
         except (OSError, ValueError) as error:
             raise ValueError(f"{folder}: the groups in flight cannot be read: {error}") from error
+        if self._replays_engine:
+            unfinished.groups = [routed(group, steps_done) for group in unfinished.groups]
+            places = places_of(part for group in unfinished.groups for part in group.parts)
+            try:
+                moved = self._engines.load_routes(folder, places, self._shapes.policy)
+            except (OSError, ValueError) as error:
+                raise ValueError(f"{folder}: routes cannot be read: {error}") from error
+            unfinished.groups = [with_places(group, moved) for group in unfinished.groups]
         if reward_changed:
             unfinished.groups = [unscored(group, steps_done) for group in unfinished.groups]
         groups_to_learn = sum(
@@ -449,6 +480,10 @@ class PartialRollouts(RolloutsWithUnfinished):
             keys.append(
                 {work.request.key[1]: work.request.key for row in group_rows for work in row}
             )
+        if self._replays_engine:
+            self._engines.keep_routes(
+                [part for group in self._after.groups for part in group.parts]
+            )
         title = f"step {number + 1}/{self._total_steps}"
         if rounds.usages:
             title += f", round {len(rounds.usages) + 1}"
@@ -523,6 +558,26 @@ def unscored(group: UnfinishedGroup, steps_done: int) -> UnfinishedGroup:
     if len(group.unfinished) == len(group.samples):
         return group
     return replace(group.nothing_sampled(group.deferred), first_step=steps_done)
+
+
+def routed(group: UnfinishedGroup, steps_done: int) -> UnfinishedGroup:
+    """The group, with nothing sampled where a run without replay has sampled a part of it."""
+    if all(part.routes_at or not part.token_ids for part in group.parts):
+        return group
+    return replace(group.nothing_sampled(group.deferred), first_step=steps_done)
+
+
+def with_places(group: UnfinishedGroup, places: Mapping[RoutesAt, RoutesAt]) -> UnfinishedGroup:
+    """The group whose routes have come to other places."""
+    samples: list[PartialCompletion | ScoredCompletion] = []
+    for sample, part in zip(group.samples, group.parts, strict=True):
+        moved = tuple(places[place] for place in part.routes_at)
+        if isinstance(sample, ScoredCompletion):
+            completion = replace(sample.completion, routes_at=moved)
+            samples.append(replace(sample, completion=completion))
+        else:
+            samples.append(replace(sample, routes_at=moved) if moved else sample)
+    return replace(group, samples=tuple(samples))
 
 
 def tokens_of(group: UnfinishedGroup) -> int:
