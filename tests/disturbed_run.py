@@ -40,7 +40,7 @@ ACCURACY = 0.625
 
 
 class StoppedAtTheStart(StopRequest):
-    """As if SIGTERM had arrived while the models were built."""
+    """A request that comes at once, as by a SIGTERM that arrives while the models are built."""
 
     def install(self) -> None:
         super().install()

@@ -132,7 +132,7 @@ def interrupted_after(step: int, whole: Path, folder: Path) -> None:
 def test_completions_in_slices_are_replayed_by_their_own_routes_and_after_a_resume(
     arithmetic: Path, tmp_path: Path, tail: str
 ) -> None:
-    """In float32 with the weights at rest the policy chooses as all the engines did."""
+    """The policy chooses as all the engines did, in float32 with the weights at rest."""
     steps = 3
     whole = tmp_path / "whole"
     settings = (

@@ -65,7 +65,7 @@ def read_routes(path: Path, shape: ModelShape) -> dict[int, Tensor]:
         content = bytearray(stream.decompress(tensors["routes"].tobytes(), size + 1))
         if len(content) != size or not stream.eof:
             raise ValueError(f"there are not {size:,} bytes of routes")
-        routes_TLK = torch.frombuffer(content, dtype=dtype).view(-1, *token)
+        routes_TLK = torch.frombuffer(content, dtype=dtype).view(-1, token[0], token[1])
         if not 0 <= int(routes_TLK.min()) <= int(routes_TLK.max()) < shape.num_experts:
             raise ValueError(f"experts are not below {shape.num_experts}")
         parts = routes_TLK.split([tokens for _, tokens in slices])

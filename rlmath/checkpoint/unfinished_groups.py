@@ -113,6 +113,12 @@ def read_unfinished(
         raise ValueError(f"{UNFINISHED} is damaged ({type(error).__name__}: {error})") from error
 
 
+def _read_place(place: Any) -> RoutesAt:
+    """The place of a slice's experts from its row."""
+    rank, number, tokens = map(read_count, place)
+    return RoutesAt(rank, number, tokens)
+
+
 def _read_group(
     row: dict[str, Any], reader: TokenReader, text_of: Callable[[Sequence[int], bool], str]
 ) -> UnfinishedGroup:
@@ -124,10 +130,8 @@ def _read_group(
         calls = tuple(read_call(call_row) for call_row in sample_row.get("calls", ()))
         part = NOTHING_SAMPLED
         if segments:
-            places = (RoutesAt(*map(read_count, place)) for place in sample_row.get("routes", ()))
-            part = PartialCompletion(
-                token_ids, logprobs, segments, calls=calls, routes_at=tuple(places)
-            )
+            places = tuple(_read_place(place) for place in sample_row.get("routes", ()))
+            part = PartialCompletion(token_ids, logprobs, segments, calls=calls, routes_at=places)
         if sample_row.get("score") is None:
             samples.append(part)
         else:

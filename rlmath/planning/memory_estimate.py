@@ -403,19 +403,21 @@ def _with_routes(
     resident: Mapping[str, int],
 ) -> dict[str, dict[str, int]]:
     """The phases with what they hold of routes, and "pack" before those that replay an engine's."""
-    held: dict[str, dict[str, int]] = {}
+    with_routes: dict[str, dict[str, int]] = {}
     for phase, sizes in phases.items():
         if phase == "logprobs" and routes.sampled:
             asleep = {part: sizes[part] for part in ENGINE_PARTS if part in sizes}
             fetched = {"sampled_routes": routes.sampled, "replayed_routes": routes.replayed}
-            held["pack"] = {**resident, **asleep, **fetched}
-        of_phase = {"sampled_routes": routes.carried}
+            with_routes["pack"] = {**resident, **asleep, **fetched}
+        routes_of_phase = {"sampled_routes": routes.carried}
         if phase == "generate":
-            of_phase = {"sampled_routes": routes.sampled}
+            routes_of_phase = {"sampled_routes": routes.sampled}
         elif phase != "sync":
-            of_phase["replayed_routes"] = routes.replayed
-        held[phase] = {**sizes, **of_phase}
-    return {phase: sizes | {"recorded_routes": routes.recorded} for phase, sizes in held.items()}
+            routes_of_phase["replayed_routes"] = routes.replayed
+        with_routes[phase] = {**sizes, **routes_of_phase}
+    return {
+        phase: sizes | {"recorded_routes": routes.recorded} for phase, sizes in with_routes.items()
+    }
 
 
 @dataclass(frozen=True)

@@ -236,13 +236,13 @@ def route_lines(plans: Sequence[MemoryPlan]) -> Iterator[str]:
     replayed = max(plan.routes.replayed for plan in plans)
     if not replayed:
         return
-    of_engine = (
+    engine_text = (
         f"{_mib(sampled)} of what an engine samples, {_mib(recorded)} of its KV cache, "
         if sampled
         else ""
     )
     yield (
-        f"Routes of experts, in the host's memory: {of_engine}{_mib(replayed)} of what a rank "
+        f"Routes of experts, in the host's memory: {engine_text}{_mib(replayed)} of what a rank "
         "learns from (a rank at most)"
     )
 

@@ -423,13 +423,13 @@ class StepSequences:
     tokens: int
     """Tokens of one, prompt and completion."""
     sampled: int
-    """Those of all engines together, also of groups that selection drops, or in flight from
+    """Sequences of all engines together, also of groups that selection drops, or in flight from
     earlier steps."""
     learned: int
     """Those that the step learns from."""
     minibatches: int = 1
     carried: int = 0
-    """Those of `sampled` that later steps learn from."""
+    """The part of `sampled` that later steps learn from."""
 
 
 @dataclass(frozen=True)
@@ -437,11 +437,11 @@ class RouteBytes:
     """Bytes of routes on one rank, all of them in the host's memory."""
 
     recorded: int
-    """Of every slot of an engine's KV cache, for as long as there is an engine."""
+    """Bytes for every slot of an engine's KV cache, for as long as there is an engine."""
     sampled: int
-    """Of an engine's completions, on its first rank, until the ranks that train have fetched them."""
+    """Bytes of an engine's completions, on its first rank, until ranks that train have them."""
     replayed: int
-    """Of the rank's own micro-batches and layers, until the step's end."""
+    """Bytes of the rank's own micro-batches and layers, until the step's end."""
     carried: int = 0
     """The part of `sampled` that stays there for later steps."""
 

@@ -195,7 +195,9 @@ class Collector:
     ) -> dict[RoutesAt, RoutesAt]:
         """Hold this rank's part of the routes of a checkpoint; returns where each has come to be."""
         assert self._routes is not None
-        return load_routes(self._routes, folder, places, self._mesh.world_size, shape)
+        return load_routes(
+            self._routes, folder, places, world_size=self._mesh.world_size, shape=shape
+        )
 
     def reset_prefix_cache(self) -> None:
         """Let the engine compute all prompts anew: cached blocks may differ in the last bits."""

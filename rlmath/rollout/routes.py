@@ -66,8 +66,10 @@ class RouteStore:
 
     def keep_only(self, places: Iterable[RoutesAt]) -> None:
         """Forget the routes of other places."""
-        kept = {place.number for place in places if place.rank == self.rank}
-        self._routes = {number: self._routes[number] for number in self._routes if number in kept}
+        kept_numbers = {place.number for place in places if place.rank == self.rank}
+        self._routes = {
+            number: self._routes[number] for number in self._routes if number in kept_numbers
+        }
 
     def drop(self, places: Iterable[RoutesAt]) -> None:
         """Forget the routes of these places."""

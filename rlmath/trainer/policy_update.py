@@ -443,14 +443,14 @@ class PolicyUpdater:
         batches = packed.batches
         if not self.config.algorithm.recomputes:
             batches = batches[packed.minibatch_slices[0]]
-        own = [replace(batch, experts_TLK=None, is_routed_T=None) for batch in batches]
+        unrouted = [replace(batch, experts_TLK=None, is_routed_T=None) for batch in batches]
         with self.timers.phase("logprobs"):
-            logprobs = self.actor.forward_backward.logprobs(own)
+            logprobs = self.actor.forward_backward.logprobs(unrouted)
         differences = [torch.zeros(0)]
         if self.mesh.is_last_stage:
             differences += [
                 (logprobs_T.cpu() - batch.behaviour_logprobs_T)[batch.sampled_T].abs()
-                for batch, logprobs_T in zip(own, logprobs, strict=True)
+                for batch, logprobs_T in zip(unrouted, logprobs, strict=True)
             ]
         nats = torch.cat(differences)
         sums, largest = reduce_over_ranks(

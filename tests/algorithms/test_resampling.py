@@ -77,10 +77,10 @@ drawn_answers = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(drawn_answers, st.integers(0, 2**31 - 1))
 def test_half_of_a_group_is_chosen_as_in_the_published_program(answers: list[Answer], seed: int):
-    kept = resampled(group(answers), range(8), 4, seed)
-    assert list(kept) == sorted(set(kept)) and len(kept) == 4
+    positions = resampled(group(answers), range(8), 4, seed)
+    assert list(positions) == sorted(set(positions)) and len(positions) == 4
     right = [g for g in range(8) if answers[g][0]]
-    kept_right = sorted(published_faults(answers[g]) for g in right if g in kept)
+    kept_right = sorted(published_faults(answers[g]) for g in right if g in positions)
     n_right, n_wrong = published_shares(len(right), 8 - len(right), 4)
     assert (len(kept_right), 4 - len(kept_right)) == (n_right, n_wrong)
     assert kept_right == sorted(published_faults(answers[g]) for g in right)[:n_right]
@@ -90,12 +90,12 @@ def test_half_of_a_group_is_chosen_as_in_the_published_program(answers: list[Ans
 @pytest.mark.parametrize("n_right", range(9))
 def test_any_size_keeps_the_shares_and_some_of_each_kind(n_right: int, most: int):
     answers = [(g < n_right, ("ok",), 1) for g in range(8)]
-    kept = resampled(group(answers), range(8), most, seed=1)
-    right = sum(g < n_right for g in kept)
+    positions = resampled(group(answers), range(8), most, seed=1)
+    right = sum(g < n_right for g in positions)
     least = 1 if most < 4 else 2
     low = min(n_right, least)
     high = most - min(8 - n_right, least)
-    assert len(kept) == most and low <= right <= high
+    assert len(positions) == most and low <= right <= high
     assert right in (low, high) or abs(right - n_right * most / 8) <= 0.5
 
 
@@ -108,15 +108,15 @@ def test_a_group_of_no_more_than_these_stays():
 def test_the_same_group_is_chosen_from_alike_in_every_process():
     """Neither hashes of a process nor what was drawn before have a part in it."""
     answers = [(g % 2 == 0, ("ok",), 1) for g in range(16)]
-    kept = resampled(group(answers), range(16), 8, seed=7)
-    assert kept == KEPT
-    assert resampled(group(answers), range(16), 8, seed=7) == kept
+    positions = resampled(group(answers), range(16), 8, seed=7)
+    assert positions == KEPT
+    assert resampled(group(answers), range(16), 8, seed=7) == positions
     others = [
         resampled(group(answers), range(16), 8, seed=8),
         resampled(group(answers, name="p"), range(16), 8, seed=7),
         resampled(group(answers, step=4), range(16), 8, seed=7),
     ]
-    assert len({kept, *others}) == 4
+    assert len({positions, *others}) == 4
 
 
 def test_a_step_that_ends_a_group_does_not_change_what_is_chosen():

@@ -86,7 +86,7 @@ def test_any_number_of_ranks_goes_on_with_the_routes_of_three(
     assert {place.rank for place in moved[0].values()} == set(range(min(3, world_size)))
     for place, new_place in moved[0].items():
         assert torch.equal(stores[new_place.rank].get(new_place), routes[place])
-    assert sum(store.bytes for store in stores) == sum(kept.nbytes for kept in routes.values())
+    assert sum(store.bytes for store in stores) == sum(tensor.nbytes for tensor in routes.values())
 
 
 def test_routes_that_a_checkpoint_does_not_have_are_missed(tmp_path: Path) -> None:

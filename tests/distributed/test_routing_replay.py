@@ -285,7 +285,7 @@ def test_routes_stay_where_they_were_sampled_until_a_rank_fetches_them(
 def test_an_engine_s_first_rank_holds_no_more_routes_than_planned(
     ranks: RankPool, pair: Pair
 ) -> None:
-    """And as many as planned where every completion is as long as it may be."""
+    """They are as many as planned where every completion is as long as it may be."""
     ((lengths, rows),) = ranks.run(1, routing_cases.collected_and_fetched, pair.sampler, 1)
     shape = shape_of(pair.sampler)
     settings = routing_cases.ROLLOUT

@@ -78,7 +78,7 @@ def test_the_table_of_bytes_by_rank_in_the_docs_is_that_of_the_plan() -> None:
 
 @pytest.mark.parametrize("longest", [True, False], ids=["all as long as may be", "any lengths"])
 def test_a_rank_that_trains_holds_no_more_routes_than_planned(longest: bool) -> None:
-    """And as many where all sequences have the greatest length, padded to a multiple of 4."""
+    """They are as many where all sequences have the greatest length, padded to a multiple of 4."""
     draw = random.Random(0)
     lengths = [254 if longest else draw.randint(2, 254) for _ in range(21)]
     samples = [
@@ -140,7 +140,7 @@ def test_extra_prompts_and_the_longest_length_stage_are_counted() -> None:
 
 
 def test_groups_in_flight_and_those_of_short_rounds_are_counted() -> None:
-    """Of 4 groups a step, with "carry" 8 are in flight, and 4 stay.
+    """A step has 4 groups; with "carry" 8 are in flight, and 4 stay.
 
     With "defer" a short round may have 31, whose completions have 100 + 39 of 256 tokens."""
     routes = []
@@ -153,8 +153,8 @@ def test_groups_in_flight_and_those_of_short_rounds_are_counted() -> None:
         assert plan.phases["update"].get("sampled_routes", 0) == plan.routes.carried
     assert with_reserve(4, share=0.0) == 31
     short = -(-31 * 2 * 139 // 256)
-    assert [kept.sampled for kept in routes] == [16 * 255 * TOKEN, (8 + short) * 255 * TOKEN]
-    assert [kept.carried for kept in routes] == [8 * 255 * TOKEN, 0]
+    assert [stage.sampled for stage in routes] == [16 * 255 * TOKEN, (8 + short) * 255 * TOKEN]
+    assert [stage.carried for stage in routes] == [8 * 255 * TOKEN, 0]
 
 
 def test_under_sequence_parallelism_a_rank_records_its_own_tokens_alone() -> None:

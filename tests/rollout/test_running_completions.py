@@ -199,7 +199,7 @@ def test_a_first_turn_with_calls_that_are_not_run_is_no_void_turn(
 def test_routes_are_those_of_the_tokens_that_new_ones_were_sampled_by(
     so_far: int, expected: list[int]
 ) -> None:
-    """Of a prompt of three tokens, what is sampled so far, and one new token.
+    """A prompt has three tokens, beside what is sampled so far and one new token.
 
     Those before the last of them have been read before, perhaps by other weights."""
 

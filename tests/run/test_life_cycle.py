@@ -309,14 +309,14 @@ def test_the_card_has_the_last_validation_and_the_summary_what_the_program_adds(
     ]
     console = train(inputs + NEVER_SAVED + lora, folder, events=("validation",))
     assert rows(folder, VALIDATION_FILE) == [{"step": STEPS, "validation/accuracy": ACCURACY}]
-    kept = "rounded, the model keeps "
+    share_text = "rounded, the model keeps "
     measured = f"| `validation/accuracy` | {STEPS} | {ACCURACY} | {STEPS} | {ACCURACY} |"
     model_card, adapter_card = (
         (folder / "hf_model" / name).read_text() for name in ("README.md", "adapter/README.md")
     )
     assert measured in model_card and measured in adapter_card
-    assert kept.capitalize() in model_card and kept.capitalize() not in adapter_card
-    assert kept in console
+    assert share_text.capitalize() in model_card and share_text.capitalize() not in adapter_card
+    assert share_text in console
     assert json.loads((folder / "summary.json").read_text())["added"] == "by the program"
 
 

@@ -134,7 +134,7 @@ class Parts:
         return self.update_record
 
     def metrics(self, groups: Any = None) -> dict[str, float]:
-        """Those of the engines, and those of the user's functions."""
+        """Metrics of the engines, and of the user's functions."""
         return {"sync/sent_gib": 0.5} if groups is None else {"own/groups": float(len(groups))}
 
     def resume(self, *place: Any) -> None:

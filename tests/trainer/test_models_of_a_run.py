@@ -70,7 +70,7 @@ class Model:
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the place of the builders of models."""
+    """What stands in the place of the builders of models."""
 
     def build_actor(config: Config, shape: Any, **origin: Any) -> Model:
         return Model("actor", config=config, shape=shape, **origin)
@@ -176,8 +176,8 @@ def test_a_critic_of_its_own_path_has_that_models_description(
     tied_model: Path, untied_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(policy_update, "critic_config_file", lambda folder, shape: (folder, shape))
-    own = replace(ALL_MODELS, critic=CriticConfig(path=str(untied_model)))
-    for config, folder in ((own, untied_model), (ALL_MODELS, tied_model)):
+    with_critic_path = replace(ALL_MODELS, critic=CriticConfig(path=str(untied_model)))
+    for config, folder in ((with_critic_path, untied_model), (ALL_MODELS, tied_model)):
         run = trainer(config, tied_model)
         assert run.critic_config == (folder, run.shapes.critic)
 

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 NOTHING: Any = None
 MOVED = {"policy": 0.5, "reference": 0.25}
-"""By how much the log-probs of a model are above the engine's."""
+"""How much the log-probs of a model are above the engine's."""
 
 
 class Offload:

@@ -321,7 +321,7 @@ def test_groups_that_another_reward_has_scored_in_part_are_sampled_anew(
 def test_groups_in_flight_go_on_with_their_routes_and_without_them_are_sampled_anew(
     tied_model: Path, tmp_path: Path
 ) -> None:
-    """Of q1 a completion is finished; the run before had no routes of others in flight."""
+    """A completion of q1 is finished; the run before had no routes of others in flight."""
     place = RoutesAt(1, 5, tokens=7)
     moved = RoutesAt(0, 0, tokens=7)
     whole = UnfinishedGroup(3, 2, (NOTHING_SAMPLED,) * 2)
