@@ -164,6 +164,7 @@ CHAT = (
 )
 LONG_TAIL = (
     "rollout.group_size=2",
+    "selection.resample_to=null",
     "rollout.slice_tokens=6",
     "rollout.max_staleness=3",
     "algorithm.recompute_logprobs=true",
