@@ -55,7 +55,7 @@ def faults(completion: Completion, score: Score) -> float:
     if not score.boxed:
         return failed + 1.0
     boxes = max(completion.text.count(mark) for mark in ("\\boxed{", "<answer>"))
-    return failed + min(1.0, (boxes - 1) / len(completion.turns))
+    return failed + min(1.0, max(0, boxes - 1) / len(completion.turns))
 
 
 def has_failed(call: ToolCall) -> bool:

@@ -38,7 +38,7 @@ from rlmath.checkpoint.route_files import route_file, write_routes
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import RewardConfig, RolloutConfig
 from rlmath.data.routes import places_of
-from rlmath.distributed.collectives import all_gather_objects, shared_store
+from rlmath.distributed.collectives import all_gather_objects, first_error, shared_store
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.run_store import RunStore
 from rlmath.rewards.reward_manager import UNSCORED, RewardManager, RewardWorkers, scorer_settings
@@ -193,11 +193,22 @@ class Collector:
     def load_routes(
         self, folder: Path, places: Sequence[RoutesAt], shape: ModelShape
     ) -> dict[RoutesAt, RoutesAt]:
-        """Hold this rank's part of the routes of a checkpoint; returns where each has come to be."""
+        """Hold this rank's part of the routes of a checkpoint; returns where each has come to be.
+
+        A collective. ValueError on all ranks where one cannot read its part."""
         assert self._routes is not None
-        return load_routes(
-            self._routes, folder, places, world_size=self._mesh.world_size, shape=shape
-        )
+        moved: dict[RoutesAt, RoutesAt] = {}
+        problem = None
+        try:
+            moved = load_routes(
+                self._routes, folder, places, world_size=self._mesh.world_size, shape=shape
+            )
+        except (OSError, ValueError) as error:
+            problem = f"rank {self._mesh.rank}: {error}"
+        problem = first_error(problem)
+        if problem is not None:
+            raise ValueError(problem)
+        return moved
 
     def reset_prefix_cache(self) -> None:
         """Let the engine compute all prompts anew: cached blocks may differ in the last bits."""

@@ -129,7 +129,7 @@ class MemorySwitch:
         )
         self._release()
         planned = planned_phases(self._training.freed_bytes, weights, kv_cache)
-        self._monitor.expect(device_bytes(self._device), planned)
+        self._monitor.expect(self._held_bytes(), planned)
         with self._phase("offload"):
             self._offloaded = self._training.offload("gradients", "optimizer", *RESTING)
         with self._phase("wake"):

@@ -444,7 +444,7 @@ class PolicyUpdater:
         if not self.config.algorithm.recomputes:
             batches = batches[packed.minibatch_slices[0]]
         unrouted = [replace(batch, experts_TLK=None, is_routed_T=None) for batch in batches]
-        with self.timers.phase("logprobs"):
+        with self.timers.phase("mismatch"):
             logprobs = self.actor.forward_backward.logprobs(unrouted)
         differences = [torch.zeros(0)]
         if self.mesh.is_last_stage:

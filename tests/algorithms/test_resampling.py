@@ -183,3 +183,13 @@ def test_advantages_are_of_the_kept_completions_alone():
     (spread,) = selection.spread(rows)
     assert spread[:2] == [0.5, 0.5] and Counter(spread[2:]) == {0.0: 4, -0.5: 2}
     assert "completions dropped: 4 oversampled" in selection.line()
+
+
+def test_a_box_that_is_written_otherwise_makes_no_answer_better() -> None:
+    """One that calls without a failure, in a plain box, is as good as any."""
+    answers: list[Answer] = [(True, ("ok",), 1), (True, (), 1), (False, (), 0), (False, (), 0)]
+    plain = group(answers)
+    odd = replace(plain.completions[1], text="\\boxed 2")
+    mixed = replace(plain, completions=(plain.completions[0], odd, *plain.completions[2:]))
+    assert 0 in resampled(mixed, range(4), 2, seed=1)
+    assert 1 not in resampled(mixed, range(4), 2, seed=1)

@@ -333,6 +333,7 @@ def test_groups_in_flight_go_on_with_their_routes_and_without_them_are_sampled_a
         (moved,),
         (moved,),
     ]
+    assert [sample.routes_at for sample in with_places(group, {}).parts] == [(), ()]
     unrouted = replace(group, samples=(replace(part, routes_at=()), finished))
     assert routed(unrouted, 4) == replace(whole, first_step=4)
 

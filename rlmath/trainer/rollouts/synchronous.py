@@ -298,8 +298,13 @@ class RolloutsWithUnfinished(StepRollouts):
             except (OSError, ValueError) as error:
                 raise ValueError(f"{folder}: routes cannot be read: {error}") from error
             unfinished.groups = [with_places(group, moved) for group in unfinished.groups]
+        else:
+            unfinished.groups = [with_places(group, {}) for group in unfinished.groups]
         if reward_changed:
             unfinished.groups = [unscored(group, steps_done) for group in unfinished.groups]
+        for group in unfinished.groups:
+            if not group.is_complete:  # a choice may be of completions that it has lost
+                self._choices.pop(group.draw, None)
         groups_to_learn = sum(
             not group.is_complete or self._choose(group).dropped is None
             for group in unfinished.groups
@@ -568,15 +573,15 @@ def routed(group: UnfinishedGroup, steps_done: int) -> UnfinishedGroup:
 
 
 def with_places(group: UnfinishedGroup, places: Mapping[RoutesAt, RoutesAt]) -> UnfinishedGroup:
-    """The group whose routes have come to other places."""
+    """The group with its routes at other places; those that have none are forgotten."""
     samples: list[PartialCompletion | ScoredCompletion] = []
     for sample, part in zip(group.samples, group.parts, strict=True):
-        moved = tuple(places[place] for place in part.routes_at)
+        moved = tuple(places[place] for place in part.routes_at if place in places)
         if isinstance(sample, ScoredCompletion):
             completion = replace(sample.completion, routes_at=moved)
             samples.append(replace(sample, completion=completion))
         else:
-            samples.append(replace(sample, routes_at=moved) if moved else sample)
+            samples.append(replace(sample, routes_at=moved) if part.routes_at else sample)
     return replace(group, samples=tuple(samples))
 
 
