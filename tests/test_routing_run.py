@@ -128,7 +128,7 @@ def interrupted_after(step: int, whole: Path, folder: Path) -> None:
             shutil.rmtree(checkpoint)
 
 
-@pytest.mark.parametrize("tail", ["carry", "defer"])
+@pytest.mark.parametrize("tail", ["carry", pytest.param("defer", marks=matrix)])
 def test_completions_in_slices_are_replayed_by_their_own_routes_and_after_a_resume(
     arithmetic: Path, tmp_path: Path, tail: str
 ) -> None:
