@@ -18,7 +18,7 @@ from rlmath.algorithms.types import (
     RoutesAt,
     ScoredGroup,
 )
-from rlmath.checkpoint.directory import CRITIC_CONFIG, Progress
+from rlmath.checkpoint.directory import CRITIC_CONFIG
 from rlmath.config.length_curriculum import length_stages
 from rlmath.config.schema import (
     AlgorithmConfig,
@@ -42,6 +42,7 @@ from rlmath.trainer.metrics import UpdateRecord
 from rlmath.trainer.policy_update import PolicyTrainer
 from rlmath.trainer.rollouts.synchronous import StepRollout, selection_rules
 from tests.trainer import test_metrics
+from tests.trainer.test_models_of_a_run import PROGRESS
 
 STEPS = 9
 GROUPS = test_metrics.GROUPS
@@ -333,21 +334,8 @@ def test_rollouts_go_on_from_a_checkpoint_and_know_of_another_reward(
     tmp_path: Path, fingerprint: str, changed: bool
 ) -> None:
     parts = Parts()
-    progress = Progress(
-        3,
-        0,
-        4,
-        updates=2,
-        syncs=1,
-        layout="TP1",
-        world_size=1,
-        optimizer_tensors=(),
-        random_states=(),
-        model_fingerprint="m",
-        data_fingerprint="d",
-        versions={},
-    )
-    trainer(STAGED, parts).resume(tmp_path, replace(progress, reward_fingerprint=fingerprint))
+    progress = replace(PROGRESS, step=3, reward_fingerprint=fingerprint)
+    trainer(STAGED, parts).resume(tmp_path, progress)
     assert parts.events == [("resume", tmp_path, 3, changed)]
 
 

@@ -290,16 +290,15 @@ class RolloutsWithUnfinished(StepRollouts):
             unfinished = self._read(folder, steps_done, stage.config.rollout)
         except (OSError, ValueError) as error:
             raise ValueError(f"{folder}: the groups in flight cannot be read: {error}") from error
+        moved: Mapping[RoutesAt, RoutesAt] = {}
         if self._replays_engine:
             unfinished.groups = [routed(group, steps_done) for group in unfinished.groups]
             places = places_of(part for group in unfinished.groups for part in group.parts)
             try:
                 moved = self._engines.load_routes(folder, places, self._shapes.policy)
-            except (OSError, ValueError) as error:
+            except ValueError as error:
                 raise ValueError(f"{folder}: routes cannot be read: {error}") from error
-            unfinished.groups = [with_places(group, moved) for group in unfinished.groups]
-        else:
-            unfinished.groups = [with_places(group, {}) for group in unfinished.groups]
+        unfinished.groups = [with_places(group, moved) for group in unfinished.groups]
         if reward_changed:
             unfinished.groups = [unscored(group, steps_done) for group in unfinished.groups]
         for group in unfinished.groups:
@@ -558,18 +557,23 @@ class PartialRollouts(RolloutsWithUnfinished):
         return [[work] for work in works] if begun else [works]
 
 
+def sampled_anew(group: UnfinishedGroup, steps_done: int) -> UnfinishedGroup:
+    """The group with nothing sampled, as if it began in the next step."""
+    return replace(group.nothing_sampled(group.deferred), first_step=steps_done)
+
+
 def unscored(group: UnfinishedGroup, steps_done: int) -> UnfinishedGroup:
     """The group, with nothing sampled where another reward function has scored a part of it."""
     if len(group.unfinished) == len(group.samples):
         return group
-    return replace(group.nothing_sampled(group.deferred), first_step=steps_done)
+    return sampled_anew(group, steps_done)
 
 
 def routed(group: UnfinishedGroup, steps_done: int) -> UnfinishedGroup:
     """The group, with nothing sampled where a run without replay has sampled a part of it."""
     if all(part.routes_at or not part.token_ids for part in group.parts):
         return group
-    return replace(group.nothing_sampled(group.deferred), first_step=steps_done)
+    return sampled_anew(group, steps_done)
 
 
 def with_places(group: UnfinishedGroup, places: Mapping[RoutesAt, RoutesAt]) -> UnfinishedGroup:
