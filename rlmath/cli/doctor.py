@@ -81,7 +81,9 @@ def main(argv: Sequence[str]) -> int:
         description="Say what is installed, what is missing, on which machine."
     )
     parser.add_argument(
-        "--device", choices=("cpu", "gpu"), help="which lock to compare with (default: by the GPUs)"
+        "--device",
+        choices=("cpu", "gpu"),
+        help="which lock to compare with (default: by the GPUs, else by the vLLM that is there)",
     )
     model_help = (
         "compare all bytes of this model with those of the first --model, instead of the machine"
@@ -97,7 +99,8 @@ def main(argv: Sequence[str]) -> int:
     if arguments.model:
         return check_models(arguments.model, arguments.run)
     gpus = find_gpus()
-    device = arguments.device or ("gpu" if gpus else "cpu")
+    has_gpu_lock = installed_version("vllm") is not None
+    device = arguments.device or ("gpu" if gpus or has_gpu_lock else "cpu")
     problems = []
     for title, lines in (
         ("Machine", machine_lines(gpus)),
@@ -116,7 +119,12 @@ def main(argv: Sequence[str]) -> int:
     if problems:
         print(f"{len(problems)} to look at, marked with !")
         return 1
-    print("A run can start: rlmath demo" if device == "cpu" else "A run can start.")
+    if device == "cpu":
+        print("A run can start: rlmath demo")
+    elif gpus:
+        print("A run can start.")
+    else:
+        print("A run can start where there is a GPU; a --dry-run here.")
     return 0
 
 
@@ -194,7 +202,9 @@ def package_lines(device: str) -> Iterator[Line]:
         version = installed_version(name)
         locked_version = locked.get(name.replace("_", "-"), "")
         title = f"{name:<22} {version or 'missing':<14}"
-        if version is None:
+        if version is None and name == "transformer-engine":
+            yield True, f"{title} rlmath install gpu; without it policy.transformer_impl=local"
+        elif version is None:
             yield False, f"{title} rlmath install {device}"
         elif name in broken:
             yield False, f"{title} cannot be imported: {broken[name]}"

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,11 @@ from typing import Any
 from rlmath.config.shipped_files import PACKAGE, shipped
 
 ROOT = PACKAGE.parent
+TRANSFORMER_ENGINE = "transformer-engine"
+"""Packages of the lock for GPUs that begin so are those of `policy.transformer_impl`."""
 FROM_SOURCE = "transformer-engine-torch=="
 """A package of the lock for GPUs that compiles against the torch that is installed before it."""
+WITHOUT_TRANSFORMER_ENGINE = "--without-transformer-engine"
 LINE_SECONDS = 20.0
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
@@ -58,7 +61,14 @@ def command(argv: Sequence[str]) -> int:
     parser.add_argument(
         "device", choices=("cpu", "gpu"), help="which lock: that of CPUs or of NVIDIA GPUs"
     )
-    device = parser.parse_args(argv).device
+    parser.add_argument(
+        WITHOUT_TRANSFORMER_ENGINE,
+        action="store_true",
+        help="gpu: compile nothing, in minutes instead of half an hour; runs then need "
+        "policy.transformer_impl=local, which is slower",
+    )
+    arguments = parser.parse_args(argv)
+    device = arguments.device
     check_interpreter()
     if sys.prefix == sys.base_prefix:
         fail(
@@ -73,24 +83,52 @@ def command(argv: Sequence[str]) -> int:
     if device == "cpu":
         install_locks(sys.executable, [lock])
     else:
-        say(f"installing {lock_line(lock)}, the last of them compiled here")
-        for line in gpu_commands(sys.executable, lock):
-            run(line, lock_line(lock))
+        install_gpu_lock(
+            sys.executable, lock, with_transformer_engine=not arguments.without_transformer_engine
+        )
     say("done; `rlmath doctor` says what there is")
     return 0
 
 
-def gpu_commands(python: str, lock: Path) -> list[list[str]]:
-    """The commands of pip, one after the other.
+def install_gpu_lock(python: str, lock: Path, with_transformer_engine: bool) -> None:
+    """Install the packages that come as binaries, then compile what needs the torch among them."""
+    binaries, sources = gpu_pins(lock, with_transformer_engine)
+    subject = f"{len(binaries)} packages of {lock.name}"
+    say(f"installing {subject}")
+    run(pip(python, "--only-binary", ":all:", *binaries), subject)
+    for pin in sources:
+        say(
+            f"compiling {pin}, which took 26 minutes on two busy cores; "
+            f"{WITHOUT_TRANSFORMER_ENGINE} does without"
+        )
+        build(pip(python, "--no-build-isolation", pin), pin)
 
-    Packages that are compiled against torch come after it."""
+
+def gpu_pins(lock: Path, with_transformer_engine: bool = True) -> tuple[list[str], list[str]]:
+    """The packages of the lock for GPUs that come as binaries, and those that are compiled here."""
     pins = [line.split()[0] for line in read(lock).splitlines() if line and line[0] not in "# "]
-    source = [pin for pin in pins if pin.startswith(FROM_SOURCE)]
-    built = ["env", "NVTE_PYTORCH_FORCE_BUILD=TRUE", "NVTE_BUILD_USE_NVIDIA_WHEELS=1"]
-    return [
-        pip(python, "--only-binary", ":all:", *[pin for pin in pins if pin not in source]),
-        [*built, *pip(python, "--no-build-isolation", *source)],
-    ]
+    if not with_transformer_engine:
+        pins = [pin for pin in pins if not pin.startswith(TRANSFORMER_ENGINE)]
+    sources = [pin for pin in pins if pin.startswith(FROM_SOURCE)]
+    return [pin for pin in pins if pin not in sources], sources
+
+
+def build(command: list[str], pin: str) -> None:
+    """Run the command of pip that compiles a package, telling how many files are compiled."""
+    with tempfile.TemporaryDirectory() as place:
+        settings = {
+            "NVTE_PYTORCH_FORCE_BUILD": "TRUE",
+            "NVTE_BUILD_USE_NVIDIA_WHEELS": "1",
+            "TMPDIR": place,
+        }
+
+        def compiled() -> str:
+            files = [name for _, _, names in os.walk(place) for name in names]
+            count = sum(name.endswith(".o") for name in files)
+            return f", {count} file{'s' if count != 1 else ''} compiled"
+
+        if call(command, pin, progress=compiled, env=os.environ | settings):
+            fail_of(command)
 
 
 def read_arguments() -> argparse.Namespace:
@@ -187,18 +225,27 @@ def pip(python: str, *arguments: str) -> list[str]:
 
 def run(command: list[str], subject: str = "packages") -> None:
     if call(command, subject):
-        fail(f"this failed: {' '.join(command)}")
+        fail_of(command)
 
 
-def call(command: list[str], subject: str, **outputs: Any) -> int:
-    """Run a command, with a line every LINE_SECONDS that it is still running; its exit status."""
+def fail_of(command: list[str]) -> None:
+    fail(f"this failed: {' '.join(command)}")
+
+
+def call(
+    command: list[str], subject: str, progress: Callable[[], str] = str, **outputs: Any
+) -> int:
+    """Run a command; its exit status.
+
+    Every LINE_SECONDS a line says that it is still running, and its `progress`."""
     started = time.monotonic()
     process = subprocess.Popen(command, **outputs)
     while True:
         try:
             return process.wait(LINE_SECONDS)
         except subprocess.TimeoutExpired:
-            say(f"still installing {subject}, {time.monotonic() - started:.0f} s so far")
+            seconds = time.monotonic() - started
+            say(f"still installing {subject}, {seconds:.0f} s so far{progress()}")
 
 
 def lock_line(lock: Path) -> str:

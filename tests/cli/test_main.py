@@ -130,6 +130,17 @@ def test_what_is_missing_is_named_and_the_rest_works_without_torch(tmp_path: Pat
         and process.stdout.count("ZeroDivisionError: division by zero") == 2
     )
     assert doctor.import_problems(["sympy"]) == {}
+    # A login node with the lock for GPUs: vLLM is there under its other name, and no GPU.
+    record = tmp_path / "broken" / "vllm-0.32.0.dist-info"
+    record.mkdir()
+    (record / "METADATA").write_text("Name: vllm\nVersion: 0.32.0\n")
+    path += "sys.path.append(os.environ['PYTHONPATH'])\n"
+    process = python(
+        f"{path}from rlmath.cli.main import main; sys.exit(main(['doctor']))", tmp_path
+    )
+    assert "requirements/gpu.txt" in process.stdout and "install cpu" not in process.stdout
+    (engine_line,) = [line for line in process.stdout.splitlines() if "transformer-engine" in line]
+    assert "!" not in engine_line and "policy.transformer_impl=local" in engine_line
     process = python(
         "from rlmath.cli.main import main; sys.exit(main(['samples', 'nothing']))", tmp_path
     )
@@ -508,10 +519,16 @@ def test_locks_and_commands_of_an_installation() -> None:
         and versions["vllm"] == "0.32.0"
         and versions["math-verify"] == "0.9.0"
     )
-    wheels, source = install.gpu_commands("python", shipped("requirements/gpu.txt"))
-    assert "--only-binary" in wheels and "torch==2.13.0" in wheels
-    built = [word for word in source if "==" in word]
-    assert built == ["transformer-engine-torch==2.20.2"] and not set(built) & set(wheels)
+    lock = shipped("requirements/gpu.txt")
+    binaries, sources = install.gpu_pins(lock)
+    assert "torch==2.13.0" in binaries and sources == ["transformer-engine-torch==2.20.2"]
+    assert len(binaries) + len(sources) == len(versions)
+    without, nothing = install.gpu_pins(lock, with_transformer_engine=False)
+    assert nothing == []
+    assert {pin.partition("==")[0] for pin in set(binaries) - set(without)} == {
+        "transformer-engine",
+        "transformer-engine-cu13",
+    }
 
 
 def test_an_installation_is_not_silent(
@@ -522,6 +539,11 @@ def test_an_installation_is_not_silent(
         install.call([sys.executable, "-c", "import time; time.sleep(0.5); exit(3)"], "torch") == 3
     )
     assert "install: still installing torch, 0 s so far\n" in capsys.readouterr().out
+    compiles = "import os, time; open(os.environ['TMPDIR'] + '/a.o', 'w').close(); time.sleep(0.5)"
+    install.build([sys.executable, "-c", compiles], "engine==1")
+    assert "installing engine==1, 0 s so far, 1 file compiled\n" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"this failed: .* exit\(3\)"):
+        install.build([sys.executable, "-c", "exit(3)"], "engine==1")
     assert re.fullmatch(
         r"the 1\d\d packages of cpu.txt", install.lock_line(shipped("requirements/cpu.txt"))
     )
