@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,9 @@ def problem_rows(first: int, count: int) -> str:
     return "".join(f"{json.dumps(row)}\n" for row in rows)
 
 
-def train(place: Path, steps: int, *more: str, folder: str = "run") -> str:
+def train(
+    place: Path, steps: int, *more: str, folder: str = "run", program: Sequence[str] = TRAIN
+) -> str:
     """What the console said."""
     settings = [
         *small_run(place, place / folder),
@@ -54,7 +57,7 @@ def train(place: Path, steps: int, *more: str, folder: str = "run") -> str:
         f"run.total_steps={steps}",
         *more,
     ]
-    return run_ranks(1, [*TRAIN, *settings]).stderr
+    return run_ranks(1, [*program, *settings]).stderr
 
 
 def sampled(folder: Path, step: int) -> list[dict[str, Any]]:
@@ -220,3 +223,57 @@ def without_seconds(completions: list[dict[str, Any]]) -> list[dict[str, Any]]:
         }
         for completion in completions
     ]
+
+
+STAGE_LIMITS = (16, 16, 30, 30)
+"""Most sampled tokens of a completion, by step."""
+WITH_ALL = f"""
+lora.rank=4 stages.steps=[2,2] stages.max_new_tokens=[{STAGE_LIMITS[0]},{STAGE_LIMITS[-1]}]
+data.curriculum=skip_solved data.solved_samples=8 data.curriculum_floor=0.01
+data.history_path={{place}}/rates.jsonl algorithm.rollback=1 save.keep_last=9
+telemetry.capture_steps=[{len(STAGE_LIMITS)}]
+""".split()
+SPOILED = (
+    "tests/spoiled_run.py",
+    "--config",
+    TRAIN[2],
+    *["--program", "grpo", "--spoil", "nan", "--times", "1"],
+)
+
+
+@pytest.mark.matrix
+def test_calls_go_with_adapters_stages_a_curriculum_a_rollback_and_a_resume(
+    place: Path, tmp_path: Path
+) -> None:
+    """The third step breaks the policy, and the run is killed once more after it."""
+    steps = len(STAGE_LIMITS)
+    solved = {f"q{n}" for n in range(10, 40, 2)}
+    rates = [{"query_id": name, "correct": 8, "sampled": 8} for name in sorted(solved)]
+    (place / "rates.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rates))
+    settings = [setting.format(place=place) for setting in WITH_ALL]
+    whole = place / "all"
+    console = train(place, steps, *settings, folder=whole.name, program=SPOILED)
+    assert console.count("Rollback 1 of at most 1") == 1
+    metrics = rows(whole)
+    assert [row["step"] for row in metrics] == list(range(1, steps + 1))
+    for step, limit in enumerate(STAGE_LIMITS, start=1):
+        completions = sampled(whole, step)
+        lengths = [completion["length"] for completion in completions]
+        assert max(lengths) <= limit and sum("calls" in done for done in completions) > 0
+        assert metrics[step - 1]["tools/calls_per_completion"] > 0
+        assert not solved & prompt_ids(whole, step)
+    assert max(done["length"] for done in sampled(whole, steps)) > STAGE_LIMITS[0]
+    assert metrics[0]["history/skipped_share"] > 0
+    comparison, _ = replay(1, whole, "--output", str(tmp_path / "replay"))
+    assert comparison["same"]
+    resumed = place / "all-resumed"
+    interrupted_after(3, whole, resumed)
+    train(place, steps, *settings, folder=resumed.name, program=SPOILED)
+    assert rows(resumed) == metrics
+    assert without_seconds(sampled(resumed, steps)) == without_seconds(sampled(whole, steps))
+
+
+def prompt_ids(folder: Path, step: int) -> set[str]:
+    """The prompts of a step's samples."""
+    lines = (folder / "samples" / f"step-{step:06d}.jsonl").read_text().splitlines()
+    return {json.loads(line)["prompt_id"] for line in lines}

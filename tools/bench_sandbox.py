@@ -1,5 +1,7 @@
 """Calls of a model's code in sandboxes, against `python -c` one after the other.
 
+Where bubblewrap is installed and can make its namespaces, against `bwrap ... python -c`, too.
+
     python tools/bench_sandbox.py [--quick | --demo STEPS]
 
 A completion of its own for every call, so that each needs a sandbox that nobody has used. Prints
@@ -12,12 +14,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -32,6 +35,12 @@ from rlmath.workers.process_tree import PAGE_BYTES
 from tools.figures import print_figure
 
 BASELINE = "python -c"
+BUBBLEWRAP = "bwrap python -c"
+IN_BUBBLEWRAP = (
+    *("bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv"),
+    *("--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev"),
+)
+"""A sandbox of namespaces: no network, no other processes, nothing to write."""
 CASES = {
     "print(1)": "print(1)",
     "sympy": "import sympy\nx = sympy.Symbol('x')\nsympy.integrate(x**3 * sympy.exp(-x), (x, 0, "
@@ -51,11 +60,23 @@ def report(
     print_figure("sandbox", case, metric, value=value, unit=unit, baseline=baseline, ratio=ratio)
 
 
-def program_seconds(code: str) -> float:
-    """One `python -c` (seconds)."""
+def program_seconds(code: str, launcher: Sequence[str] = ()) -> float:
+    """One `python -c`, started by `launcher` (seconds)."""
+    command = [*launcher, sys.executable, "-c", code]
     started = time.perf_counter()
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - started
+
+
+def has_bubblewrap() -> bool:
+    """Whether bubblewrap is installed and may make namespaces here; says why where it may not."""
+    if shutil.which(IN_BUBBLEWRAP[0]) is None:
+        print("bubblewrap is not installed: no figures beside it", file=sys.stderr)
+        return False
+    trial = subprocess.run([*IN_BUBBLEWRAP, "true"], capture_output=True, text=True, check=False)
+    if trial.returncode:
+        print(f"bubblewrap does not work here: {trial.stderr.strip()}", file=sys.stderr)
+    return trial.returncode == 0
 
 
 def call_seconds(sandboxes: Sandboxes, code: str, key: str) -> float:
@@ -122,10 +143,23 @@ def median_of(work: Callable[[], float], repeats: int) -> float:
     return statistics.median(work() for _ in range(repeats))
 
 
-def bench_case(sandboxes: Sandboxes, name: str, code: str, quick: bool) -> None:
+def bench_case(
+    sandboxes: Sandboxes, name: str, code: str, quick: bool, with_bubblewrap: bool
+) -> None:
     """Measure one code in the sandbox and as a program of its own."""
-    baseline_seconds = median_of(lambda: program_seconds(code), 5 if quick else 20)
+    repeats = 5 if quick else 20
+    baseline_seconds = median_of(lambda: program_seconds(code), repeats)
     report(name, "python -c, p50", 1000 * baseline_seconds, unit="ms")
+    if with_bubblewrap:
+        seconds = median_of(lambda: program_seconds(code, IN_BUBBLEWRAP), repeats)
+        report(
+            name,
+            f"{BUBBLEWRAP}, p50",
+            1000 * seconds,
+            unit="ms",
+            baseline=BASELINE,
+            ratio=baseline_seconds / seconds,
+        )
     count = 100 if quick else 1000
     times = sorted(call_seconds(sandboxes, code, f"{name} {number}") for number in range(count))
     for metric, seconds in (("p50", times[count // 2]), ("p99", times[count * 99 // 100])):
@@ -192,12 +226,19 @@ def main(argv: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as place:
             bench_demo(Path(place) / "demo", arguments.demo)
         return 0
+    with_bubblewrap = has_bubblewrap()
     with Sandboxes(cores=1, sessions=16, limits=LIMITS, isolation=best_isolation()) as sandboxes:
         started = time.perf_counter()
         sandboxes.await_ready()
         report("server", "start", time.perf_counter() - started, unit="s")
         for name, code in CASES.items():
-            bench_case(sandboxes, name, code, arguments.quick)
+            bench_case(
+                sandboxes,
+                name,
+                code,
+                quick=arguments.quick,
+                with_bubblewrap=with_bubblewrap,
+            )
         for name, code in CASES.items():
             mib = session_bytes(sandboxes, code) / 2**20
             report(f"live session, {name}", "memory of its own", mib, unit="MiB")
