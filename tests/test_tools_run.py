@@ -20,6 +20,7 @@ from rlmath.replay.replay import find_capture
 from tests.forked_ranks import replay, run_ranks
 from tests.programs import TRAIN, metric_rows, rows, small_run
 from tests.selection import keeping
+from tests.test_everything_on import SPOILED
 from tests.test_resume import interrupted_after
 from tests.tool_models import CODES, SIZE, make_chat_script_model, make_script_model
 
@@ -233,12 +234,6 @@ data.curriculum=skip_solved data.solved_samples=8 data.curriculum_floor=0.01
 data.history_path={{place}}/rates.jsonl algorithm.rollback=1 save.keep_last=9
 telemetry.capture_steps=[{len(STAGE_LIMITS)}]
 """.split()
-SPOILED = (
-    "tests/spoiled_run.py",
-    "--config",
-    TRAIN[2],
-    *["--program", "grpo", "--spoil", "nan", "--times", "1"],
-)
 
 
 @pytest.mark.matrix
@@ -251,8 +246,12 @@ def test_calls_go_with_adapters_stages_a_curriculum_a_rollback_and_a_resume(
     rates = [{"query_id": name, "correct": 8, "sampled": 8} for name in sorted(solved)]
     (place / "rates.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rates))
     settings = [setting.format(place=place) for setting in WITH_ALL]
+
+    def train_with_all(folder: Path) -> str:
+        return train(place, steps, *settings, folder=folder.name, program=SPOILED)
+
     whole = place / "all"
-    console = train(place, steps, *settings, folder=whole.name, program=SPOILED)
+    console = train_with_all(whole)
     assert console.count("Rollback 1 of at most 1") == 1
     metrics = rows(whole)
     assert [row["step"] for row in metrics] == list(range(1, steps + 1))
@@ -268,7 +267,7 @@ def test_calls_go_with_adapters_stages_a_curriculum_a_rollback_and_a_resume(
     assert comparison["same"]
     resumed = place / "all-resumed"
     interrupted_after(3, whole, resumed)
-    train(place, steps, *settings, folder=resumed.name, program=SPOILED)
+    train_with_all(resumed)
     metrics_after_resume = rows(resumed)
     # The first sync of a process sends the model, too.
     sent_first = metrics_after_resume[-1].pop("sync/copied_gib")
