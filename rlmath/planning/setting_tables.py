@@ -659,14 +659,6 @@ UNUSED = (
 )
 DOUBTFUL = (
     Doubt(
-        when=lambda config: [
-            config.policy.routing_replay == "engine",
-            config.telemetry.capture_steps,
-        ],
-        text="telemetry.capture_steps: a capture has no routes, so that rlmath replay makes the "
-        "update with policy.routing_replay=none alone, and other experts than the run's.",
-    ),
-    Doubt(
         when=lambda config: [config.rollout.tail == "carry", config.rollout.max_staleness == 0],
         text='rollout.tail="carry" carries nothing with rollout.max_staleness=0: a step finishes '
         "what it begins.",
