@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlmath.distributed.fault_tolerance.exit_codes import MISTAKE
+from tests import forked_ranks
 from tests.forked_ranks import run_ranks
 from tests.programs import TRAIN, rows, small_run
 from tests.selection import matrix, two_ranks
@@ -160,3 +162,36 @@ def test_completions_in_slices_are_replayed_by_their_own_routes_and_after_a_resu
     interrupted_after(2, whole, resumed)
     run_ranks(1, [*TRAIN, *small_run(arithmetic, resumed), *settings])
     assert rows(resumed) == whole_rows
+
+
+@pytest.mark.parametrize("ranks", [1, two_ranks(matrix)])
+def test_a_captured_update_replays_the_engines_experts_to_the_bit(
+    arithmetic: Path, tmp_path: Path, ranks: int
+) -> None:
+    """Completions have routes of several slices, and weights of later updates other choices."""
+    output = tmp_path / "run"
+    settings = (
+        f"model.path={make_mixture(arithmetic / 'base', tmp_path / 'mixture', stops=True)}",
+        "parallel.tensor=1",
+        f"parallel.expert={ranks}",
+        "policy.routing_replay=engine",
+        "algorithm.n_minibatches=2",
+        "optimizer.lr=1e-2",
+        "rollout.tail=carry",
+        f"run.total_steps={STEPS}",
+        f"telemetry.capture_steps=[{STEPS}]",
+        "save.ckpt_freq_secs=null",
+        *IN_SLICES,
+    )
+    run_ranks(ranks, [*TRAIN, *small_run(arithmetic, output), *settings])
+    assert forked_ranks.replay(ranks, output)[0]["bit_equal"]
+    others = forked_ranks.replay(
+        ranks, output, "policy.routing_replay=none", "--output", f"{tmp_path}/none"
+    )[0]
+    assert others["start"] == "equal" and others["weights"] == "other"
+    capture = output / "captures" / f"step-{STEPS:06d}"
+    routes = capture / "routes-00000.safetensors"
+    assert len(list(capture.glob("routes-*"))) == ranks
+    routes.write_bytes(routes.read_bytes()[:-1])
+    _, console = forked_ranks.replay(ranks, output, expect=MISTAKE)
+    assert "routes-00000.safetensors is not as it was written" in console
