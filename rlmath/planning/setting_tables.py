@@ -386,12 +386,6 @@ CONFLICTS = (
         "old, with several updates a step).",
     ),
     Conflict(
-        when=lambda config: [config.policy.routing_replay == "engine", config.tools.format],
-        text='policy.routing_replay is "engine" and tools.format "{tools.format}": routes of '
-        "completions that call tools are not kept yet. Set tools.format=null, or "
-        "policy.routing_replay=none (or old, with several updates a step).",
-    ),
-    Conflict(
         when=lambda config: [config.policy.routing_replay != "none", config.parallel.context > 1],
         text='policy.routing_replay is "{policy.routing_replay}" and parallel.context '
         "{parallel.context}: routes are not split over context ranks yet. Set parallel.context=1, "

@@ -28,10 +28,6 @@ TWO_UPDATES = "algorithm.n_minibatches=2"
             "Set rollout.ranks=0, or policy.routing_replay=none (or old, with",
         ),
         (
-            [ENGINE, "tools.format=fence"],
-            "Set tools.format=null, or policy.routing_replay=none (or",
-        ),
-        (
             [ENGINE, "parallel.context=2"],
             "Set parallel.context=1, or policy.routing_replay=none.",
         ),
