@@ -159,7 +159,7 @@ def routed(capture: Capture, tokens: int) -> Capture:
     for whole_group in capture.groups:
         completions = []
         for completion in whole_group.completions:
-            place = RoutesAt(1 - completion.index, next(numbers), tokens=tokens)
+            place = RoutesAt(1 - completion.sample_index, next(numbers), tokens=tokens)
             routes_NLK = torch.full((tokens, 3, 2), place.number, dtype=torch.uint8)
             files.setdefault(route_file(place.rank), {})[place.number] = routes_NLK
             completions.append(replace(completion, routes_at=(place,)))

@@ -29,6 +29,7 @@ from rlmath.rollout.running_completions import Load, RunningCompletions  # noqa:
 
 TOKENIZER = chat_tokenizer("qwen3")
 CALL_IDS = TOKENIZER("```python\n1\n```", add_special_tokens=False)["input_ids"]
+(NEWLINE,) = TOKENIZER("\n", add_special_tokens=False)["input_ids"]
 END = [TOKENIZER.eos_token_id]
 TOOLS = ToolsConfig(format="fence")
 CALL = '{"name": "python", "arguments": {"code": "1"}, "id": "aB3456789"}'
@@ -233,7 +234,7 @@ def test_a_completion_that_calls_has_routes_of_all_turns_and_of_what_the_engine_
 
     part = NOTHING_SAMPLED
     if earlier:
-        part = part.extended((7,) * earlier, (-1.0,) * earlier, policy_version=0, step=0)
+        part = part.extended((NEWLINE,) * earlier, (-1.0,) * earlier, policy_version=0, step=0)
         part = replace(part, routes_at=(RoutesAt(0, 0, tokens=earlier),))
     core = Core({0: [*CALL_IDS, 9]}, {0: END})
     running = running_of(core, tools_of(0), routes_of=routes_of)
