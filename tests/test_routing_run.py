@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlmath.distributed.fault_tolerance.exit_codes import MISTAKE
+from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MISTAKE
 from tests import forked_ranks
 from tests.forked_ranks import run_ranks
 from tests.programs import TRAIN, rows, small_run
@@ -187,9 +187,8 @@ def test_a_captured_update_replays_the_engines_experts_to_the_bit(
     )
     run_ranks(ranks, [*TRAIN, *small_run(arithmetic, output), *settings])
     assert forked_ranks.replay(ranks, output)[0]["bit_equal"]
-    others = forked_ranks.replay(
-        ranks, output, "policy.routing_replay=none", "--output", f"{tmp_path}/none"
-    )[0]
+    words = ("policy.routing_replay=none", "--output", f"{tmp_path}/none")
+    others, _ = forked_ranks.replay(ranks, output, *words, expect=FAILURE)
     assert others["start"] == "equal" and others["weights"] == "other"
     capture = output / "captures" / f"step-{STEPS:06d}"
     routes = capture / "routes-00000.safetensors"
