@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MISTAKE
+from tests import forked_ranks
 from tests.forked_ranks import run_ranks
 from tests.programs import TRAIN, rows, small_run
 from tests.selection import matrix, two_ranks
+from tests.test_tools_run import problem_rows
+from tests.tool_models import make_script_model
 
 STEPS = 2
 IN_SLICES = (
@@ -160,3 +164,81 @@ def test_completions_in_slices_are_replayed_by_their_own_routes_and_after_a_resu
     interrupted_after(2, whole, resumed)
     run_ranks(1, [*TRAIN, *small_run(arithmetic, resumed), *settings])
     assert rows(resumed) == whole_rows
+
+
+@pytest.mark.parametrize("ranks", [1, two_ranks(matrix)])
+def test_a_captured_update_replays_the_engines_experts_to_the_bit(
+    arithmetic: Path, tmp_path: Path, ranks: int
+) -> None:
+    """Completions have routes of several slices, and weights of later updates other choices."""
+    output = tmp_path / "run"
+    settings = (
+        f"model.path={make_mixture(arithmetic / 'base', tmp_path / 'mixture', stops=True)}",
+        "parallel.tensor=1",
+        f"parallel.expert={ranks}",
+        "policy.routing_replay=engine",
+        "algorithm.n_minibatches=2",
+        "optimizer.lr=1e-2",
+        "rollout.tail=carry",
+        f"run.total_steps={STEPS}",
+        f"telemetry.capture_steps=[{STEPS}]",
+        "save.ckpt_freq_secs=null",
+        *IN_SLICES,
+    )
+    run_ranks(ranks, [*TRAIN, *small_run(arithmetic, output), *settings])
+    assert forked_ranks.replay(ranks, output)[0]["bit_equal"]
+    words = ("policy.routing_replay=none", "--output", f"{tmp_path}/none")
+    others, _ = forked_ranks.replay(ranks, output, *words, expect=FAILURE)
+    assert others["start"] == "equal" and others["weights"] == "other"
+    capture = output / "captures" / f"step-{STEPS:06d}"
+    routes = capture / "routes-00000.safetensors"
+    assert len(list(capture.glob("routes-*"))) == ranks
+    routes.write_bytes(routes.read_bytes()[:-1])
+    _, console = forked_ranks.replay(ranks, output, expect=MISTAKE)
+    assert "routes-00000.safetensors is not as it was written" in console
+
+
+@pytest.mark.parametrize("tail", ["carry", pytest.param("wait", marks=matrix)])
+def test_completions_that_call_tools_replay_their_own_routes_and_after_a_resume(
+    tmp_path: Path, tail: str
+) -> None:
+    """The policy chooses as all the engines did, in float32 with the weights at rest.
+
+    Outputs of tools stand in most completions, and some are carried with them."""
+    make_script_model(tmp_path / "base", experts=8)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text(problem_rows(10, 30))
+    steps = 3
+    whole = tmp_path / "whole"
+    settings = (
+        "parallel.tensor=1",
+        "policy.routing_replay=engine",
+        "optimizer.lr=1e-30",
+        "optimizer.min_lr=0",
+        "algorithm.n_minibatches=1",
+        "data.prompts_per_step=3",
+        "data.template=raw",
+        "tools.format=fence",
+        "tools.max_calls=3",
+        "tools.max_output_tokens=64",
+        "tools.cores=1",
+        "tools.sessions=2",
+        f"rollout.tail={tail}",
+        f"run.total_steps={steps}",
+        "save.ckpt_freq_steps=1",
+        f"save.keep_last={steps}",
+        "save.ckpt_freq_secs=null",
+        *IN_SLICES,
+        "rollout.group_size=4",
+    )
+    run_ranks(1, [*TRAIN, *small_run(tmp_path, whole), *settings])
+    whole_rows = rows(whole)
+    assert [row["routing/differing_choices"] for row in whole_rows] == [0] * steps
+    assert all(row["tools/given_tokens"] > 0 for row in whole_rows)
+    if tail == "carry":
+        assert whole_rows[1][IN_FLIGHT[tail]] > 0
+
+    resumed = tmp_path / "resumed"
+    interrupted_after(2, whole, resumed)
+    run_ranks(1, [*TRAIN, *small_run(tmp_path, resumed), *settings])
+    assert [row["routing/differing_choices"] for row in rows(resumed)] == [0] * steps

@@ -106,13 +106,14 @@ def make_script_tokenizer(
     )
 
 
-def make_script_model(folder: Path, positions: int = 1024) -> Path:
-    """A model of two layers that follows SCRIPT, in Hugging Face form."""
+def make_script_model(folder: Path, positions: int = 1024, experts: int = 0) -> Path:
+    """A model of two layers, perhaps with experts, that follows SCRIPT, in Hugging Face form."""
     successors = {
         number_of(before): list(map(number_of, after)) for before, after in SCRIPT.items()
     }
     successors |= {number_of(piece): [EOS] for piece in (ANSWER, NO_ANSWER)}
-    return _save(folder, successors, tokenizer=make_script_tokenizer(), positions=positions)
+    tokenizer = make_script_tokenizer()
+    return _save(folder, successors, tokenizer=tokenizer, positions=positions, experts=experts)
 
 
 def make_chat_script_model(folder: Path, positions: int = 1024) -> Path:
@@ -128,27 +129,38 @@ def make_chat_script_model(folder: Path, positions: int = 1024) -> Path:
     return _save(folder, successors, tokenizer=tokenizer, positions=positions)
 
 
-def _save(folder: Path, successors: dict[int, list[int]], tokenizer: Any, positions: int) -> Path:
+def _save(
+    folder: Path,
+    successors: dict[int, list[int]],
+    tokenizer: Any,
+    positions: int,
+    experts: int = 0,
+) -> Path:
     """Write a model whose tokens have these successors, each as likely."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    import transformers
 
     torch.manual_seed(3)
-    config = Qwen2Config(
-        vocab_size=SIZE,
-        hidden_size=SIZE,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=positions,
-        tie_word_embeddings=False,
-        eos_token_id=EOS,
-        pad_token_id=0,
-    )
-    model = Qwen2ForCausalLM(config).float()
+    architecture = "Qwen3MoeForCausalLM" if experts else "Qwen2ForCausalLM"
+    model_class: Any = getattr(transformers, architecture)
+    sizes = {
+        "vocab_size": SIZE,
+        "hidden_size": SIZE,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": False,
+        "eos_token_id": EOS,
+        "pad_token_id": 0,
+    }
+    if experts:
+        sizes |= {"head_dim": 32, "num_experts": experts, "num_experts_per_tok": 2}
+        sizes |= {"moe_intermediate_size": 32, "norm_topk_prob": True}
+    model = model_class(model_class.config_class(**sizes)).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 2:
+            if parameter.dim() >= 2:
                 size = 0.01 if "o_proj" in name or "down_proj" in name else 0.1
                 parameter.copy_(torch.randn_like(parameter) * size)
         model.model.embed_tokens.weight.copy_(torch.eye(SIZE))

@@ -237,6 +237,7 @@ class PartialCompletion:
             array("f", self.logprobs) + array("f", logprobs),
             (*before, segment),
             calls=self.calls,
+            routes_at=self.routes_at,
         )
 
     def answered(self, calls: Sequence[ToolCall], token_ids: Sequence[int]) -> PartialCompletion:

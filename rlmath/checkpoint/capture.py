@@ -4,9 +4,11 @@
                          config.yaml         all settings
                          groups.jsonl        a row per sampled group: prompt, texts, rewards, scores, which are learned
                          tokens.safetensors  token ids and log-probs of all groups, one completion behind the other
+                         routes-00000.safetensors, ...   experts of the completions that are learned from, of each rank
+                                             that sampled some (`route_files`), where the update replays them
 
-`capture.json` has digests of the last two: a changed byte is noticed. Paths in config.yaml may be
-edited.
+`capture.json` has digests of all but config.yaml: a changed byte is noticed. Paths in config.yaml
+may be edited.
 
 Written after the steps of `telemetry.capture_steps`, with digests of the weights before and after;
 and, without those, for the last step of a run that fails or diverges. The weights that the step
@@ -33,10 +35,13 @@ from safetensors.numpy import load, save
 from rlmath.algorithms.dynamic_sampling import Chosen
 from rlmath.algorithms.types import Completion, Prompt, ScoredGroup
 from rlmath.checkpoint.directory import PARTIAL
+from rlmath.checkpoint.route_files import route_file
 from rlmath.checkpoint.unfinished_groups import (
     TokenReader,
+    place_rows,
     read_call,
     read_count,
+    read_place,
     read_score,
     read_segments,
     read_text,
@@ -44,6 +49,7 @@ from rlmath.checkpoint.unfinished_groups import (
 )
 from rlmath.config.files import parse_json, read_regular
 from rlmath.config.run_files import CAPTURES_FOLDER, CONFIG_FILE
+from rlmath.data.routes import places_of
 
 CAPTURE_FILE = "capture.json"
 GROUPS_FILE = "groups.jsonl"
@@ -101,6 +107,16 @@ class Capture:
     weights_before: str | None = None
     """The digest before the update, taken as `CapturedUpdate.weights_after`."""
     versions: dict[str, str] = field(default_factory=dict)
+    routes: dict[str, bytes] = field(default_factory=dict, compare=False)
+    """Files of routes by their names, where they are to be written."""
+    folder: Path | None = field(default=None, compare=False)
+    """Where it was read."""
+
+    @property
+    def has_routes(self) -> bool:
+        """Whether the update can replay the experts of all completions that it learns from."""
+        completions = [completion for group in self.learned for completion in group.completions]
+        return all(completion.routes_at for completion in completions)
 
     @property
     def learned(self) -> list[ScoredGroup]:
@@ -138,11 +154,13 @@ def write_capture(output_dir: Path, capture: Capture, since: float = math.inf) -
             CONFIG_FILE: capture.settings_yaml.encode(),
             TOKENS_FILE: _tokens_of(capture.groups),
             GROUPS_FILE: "".join(
-                f"{json.dumps(_group_row(group, samples))}\n"
+                f"{json.dumps(_group_row(group, samples, bool(capture.routes)))}\n"
                 for group, samples in zip(capture.groups, capture.chosen, strict=True)
             ).encode(),
+            **capture.routes,
         }
-        header = _header(capture) | {"digests": {name: _digest(files[name]) for name in _DIGESTED}}
+        digested = (*_DIGESTED, *capture.routes)
+        header = _header(capture) | {"digests": {name: _digest(files[name]) for name in digested}}
         files[CAPTURE_FILE] = f"{json.dumps(header, indent=1)}\n".encode()
         for name, content in files.items():
             (partial / name).write_bytes(content)
@@ -159,17 +177,21 @@ def _digest(content: bytes) -> str:
 
 
 def _header(capture: Capture) -> dict[str, Any]:
-    """The contents of CAPTURE_FILE: all but settings and groups, which have files of their own.
+    """The contents of CAPTURE_FILE: all but what has files of its own.
 
     The step is counted from 1 there."""
-    header = asdict(replace(capture, step=capture.step + 1, settings_yaml="", groups=[], chosen=[]))
-    for name in ("settings_yaml", "groups", "chosen"):
+    header = asdict(
+        replace(capture, step=capture.step + 1, settings_yaml="", groups=[], chosen=[], routes={})
+    )
+    for name in ("settings_yaml", "groups", "chosen", "routes", "folder"):
         del header[name]
     return {"version": VERSION, **header}
 
 
-def _group_row(group: ScoredGroup, samples: Sequence[int]) -> dict[str, Any]:
-    """A group as JSON, without its tokens; `samples` are the completions learned from."""
+def _group_row(group: ScoredGroup, samples: Sequence[int], with_routes: bool) -> dict[str, Any]:
+    """A group as JSON, without its tokens; `samples` are the completions learned from.
+
+    They have the places of their routes, if those are written, too."""
     prompt = group.prompt
     return {
         "prompt_id": prompt.prompt_id,
@@ -186,9 +208,16 @@ def _group_row(group: ScoredGroup, samples: Sequence[int]) -> dict[str, Any]:
                 "finish_reason": completion.finish_reason,
                 "segments": segment_rows(completion.segments),
                 **({"calls": list(map(asdict, completion.calls))} if completion.calls else {}),
+                **(
+                    {"routes": place_rows(completion.routes_at)}
+                    if with_routes and index in samples
+                    else {}
+                ),
                 "score": asdict(score),
             }
-            for completion, score in zip(group.completions, group.scores, strict=True)
+            for index, (completion, score) in enumerate(
+                zip(group.completions, group.scores, strict=True)
+            )
         ],
     }
 
@@ -227,9 +256,7 @@ def read_capture(folder: Path) -> Capture:
         header = parse_json(files[CAPTURE_FILE].decode())
         if (version := header.pop("version")) != VERSION:
             raise ValueError(f"its form is version {version!r}; needed: {VERSION}")
-        for name, digest in header.pop("digests").items():
-            if _digest(files[name]) != digest:
-                raise ValueError(f"{name} is not as it was written")
+        digests = header.pop("digests")
         header["step"] -= 1
         for name in (
             "step",
@@ -240,7 +267,12 @@ def read_capture(folder: Path) -> Capture:
             "world_size",
         ):
             read_count(header[name])
+        for name in _DIGESTED:
+            _check_digest(name, files[name], digests)
         rows = list(_read_groups(files[GROUPS_FILE].splitlines(), load(files[TOKENS_FILE])))
+        places = places_of(completion for group, _ in rows for completion in group.completions)
+        for name in sorted({route_file(place.rank) for place in places}):
+            _check_digest(name, read_regular(folder / name, _MOST_BYTES), digests)
         update = header.pop("update")
         weights_before = header.pop("weights_before")
         return Capture(
@@ -249,9 +281,11 @@ def read_capture(folder: Path) -> Capture:
             chosen=[samples for _, samples in rows],
             update=None if update is None else _read_update(update),
             weights_before=_read_digest(weights_before),
+            folder=folder,
             **header,
         )
     except (
+        OSError,
         SafetensorError,
         LookupError,
         TypeError,
@@ -262,6 +296,12 @@ def read_capture(folder: Path) -> Capture:
         raise ValueError(
             f'the capture "{folder}" is damaged ({type(error).__name__}: {error})'
         ) from error
+
+
+def _check_digest(name: str, content: bytes, digests: Mapping[str, str]) -> None:
+    """Refuse a file whose content has changed, by a ValueError."""
+    if name in digests and _digest(content) != digests[name]:
+        raise ValueError(f"{name} is not as it was written")
 
 
 def _read_update(row: dict[str, Any]) -> CapturedUpdate:
@@ -300,6 +340,11 @@ def _read_groups(
             _read_completion(index, completion_row, tokens)
             for index, completion_row in enumerate(row["completions"])
         )
+        for completion in completions:
+            tokens_read = len(prompt.token_ids) + len(completion.token_ids) - 1
+            routed_tokens = sum(place.tokens for place in completion.routes_at)
+            if completion.routes_at and routed_tokens != tokens_read:
+                raise ValueError(f"{tokens_read} tokens need routes, and {routed_tokens} have some")
         scores = tuple(read_score(completion_row["score"]) for completion_row in row["completions"])
         yield ScoredGroup(prompt, completions, scores), tuple(map(read_count, row["learned"]))
     tokens.check_end()
@@ -318,4 +363,5 @@ def _read_completion(index: int, row: Any, tokens: TokenReader) -> Completion:
         policy_version=segments[-1].policy_version,
         segments=segments,
         calls=tuple(map(read_call, row.get("calls", ()))),
+        routes_at=tuple(map(read_place, row.get("routes", ()))),
     )

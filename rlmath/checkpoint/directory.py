@@ -254,6 +254,11 @@ def file_entry(path: Path, on_block: Callable[[], None] = lambda: None) -> FileE
     return FileEntry(size, digest.hexdigest())
 
 
+def content_entry(content: bytes) -> FileEntry:
+    """Size and checksum of a file that has this content."""
+    return FileEntry(len(content), hashlib.sha256(content).hexdigest())
+
+
 def open_partial(root: Path, step: int) -> Path:
     """An empty folder to write the checkpoint of a step into."""
     partial = partial_of(root, step)
@@ -284,7 +289,7 @@ def finish_partial(partial: Path, step: int, kept: bool, known: dict[str, FileEn
     (partial / MANIFEST).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     for path in (*partial.rglob("*"), partial):
         if path.relative_to(partial).as_posix() not in known:
-            _flush(path)
+            flush(path)
     final = partial.with_name(partial.name.removesuffix(PARTIAL))
     if os.path.lexists(final):
         aside = set_aside(final, DAMAGED)
@@ -292,11 +297,12 @@ def finish_partial(partial: Path, step: int, kept: bool, known: dict[str, FileEn
             "%s was there before and is %s now: this run saves the step anew", final, aside.name
         )
     partial.rename(final)
-    _flush(final.parent)
+    flush(final.parent)
     return Checkpoint(final, step, kept, files)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Sync a file or a folder to disk; OSError where that fails."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

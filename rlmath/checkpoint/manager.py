@@ -16,7 +16,7 @@ import logging
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from torch.distributed.checkpoint import CheckpointException
 from megatron_patches import checkpointing
 from rlmath.checkpoint import directory, sharded_state
 from rlmath.checkpoint.async_writer import WriterProcess, Written, lacks_memory
-from rlmath.checkpoint.directory import STATE, Checkpoint, Progress
+from rlmath.checkpoint.directory import STATE, Checkpoint, FileEntry, Progress
 from rlmath.checkpoint.hf.weights import write_files
 from rlmath.checkpoint.retention import Retention, set_superseded_aside
 from rlmath.checkpoint.safe_metadata import SafeReader, read_metadata
@@ -72,6 +72,8 @@ class _SaveInFlight:
     """Megatron's writer of the files; it also writes the index, when all ranks' files are there."""
     metadata: Any = None
     """Contents of the index; None but on rank 0."""
+    beside: dict[str, FileEntry] = field(default_factory=dict)
+    """The files that this rank has written beside its part."""
 
 
 class CheckpointManager:
@@ -163,13 +165,15 @@ class CheckpointManager:
         if save.writes:
             assert self._writer is not None
             rank_result = self._writer.result(waiting)
-        error = collectives.first_error(
-            rank_result.error and f"rank {self._rank}: {rank_result.error}"
-        )
+        error = rank_result.error or _flush_beside(save)
+        error = collectives.first_error(error and f"rank {self._rank}: {error}")
         if error is not None:
             return self._give_up(error)
         written = collectives.gather_to_rank_zero(rank_result)
-        outcome = None if written is None else self._complete(save, written)
+        beside = collectives.gather_to_rank_zero(save.beside)
+        outcome = None
+        if written is not None and beside is not None:
+            outcome = self._complete(save, written, beside)
         outcome = collectives.broadcast_from_rank_zero(outcome)
         if isinstance(outcome, str):
             return self._give_up(outcome)
@@ -258,14 +262,16 @@ class CheckpointManager:
             except OSError as os_error:
                 error = f"{self._root} cannot be written: {os_error}"
         error = collectives.broadcast_from_rank_zero(error)
-        assert self._unfinished is not None
-        partial = self._unfinished.partial
+        save = self._unfinished
+        assert save is not None
+        partial = save.partial
         if error is None and not (partial / STATE).is_dir():
             error = f"rank {self._rank} does not see {partial}: run.output_dir must be shared"
         if error is None:
             try:
                 for name, content in files.items():
                     (partial / name).write_bytes(content)
+                    save.beside[name] = directory.content_entry(content)
             except OSError as os_error:
                 error = f"{self._root} cannot be written: {os_error}"
         return collectives.first_error(error)
@@ -295,13 +301,21 @@ class CheckpointManager:
             save.files.write_buckets = None  # Megatron's own copies
         return None
 
-    def _complete(self, save: _SaveInFlight, written: Sequence[Written]) -> Checkpoint | str:
+    def _complete(
+        self,
+        save: _SaveInFlight,
+        written: Sequence[Written],
+        beside: Sequence[Mapping[str, FileEntry]],
+    ) -> Checkpoint | str:
         """Complete the checkpoint on rank 0, and rename superseded ones; the error if that fails.
 
+        `written` and `beside` are those of all ranks: what rank 0 sees of their files may be late.
         No collectives are called: the other ranks wait for the outcome, whatever the disk does."""
         known_entries = {
             f"{STATE}/{name}": entry for part in written for name, entry in part.files.items()
         }
+        for entries in beside:
+            known_entries |= entries
         state = save.partial / STATE
         try:
             save.files.finish(save.metadata, [part.results for part in written])
@@ -341,6 +355,16 @@ class CheckpointManager:
             directory.remove(save.partial)
         self._unfinished = None
         return error
+
+
+def _flush_beside(save: _SaveInFlight) -> str | None:
+    """Sync the files that this rank has written beside its part to disk; the error if that fails."""
+    try:
+        for name in save.beside:
+            directory.flush(save.partial / name)
+    except OSError as error:
+        return directory.write_error_text(error, save.partial)
+    return None
 
 
 class _Strategy(TorchDistSaveShardedStrategy):

@@ -57,8 +57,7 @@ def write_unfinished(unfinished: UnfinishedGroups) -> bytes:
             logprobs.extend(part.logprobs)
             row: dict[str, Any] = {"segments": segment_rows(part.segments)}
             if part.routes_at:
-                places = part.routes_at
-                row["routes"] = [[place.rank, place.number, place.tokens] for place in places]
+                row["routes"] = place_rows(part.routes_at)
             if part.calls:
                 row["calls"] = [asdict(call) for call in part.calls]
             if isinstance(sample, ScoredCompletion):
@@ -113,8 +112,13 @@ def read_unfinished(
         raise ValueError(f"{UNFINISHED} is damaged ({type(error).__name__}: {error})") from error
 
 
-def _read_place(place: Any) -> RoutesAt:
-    """The place of a slice's experts from its row."""
+def place_rows(places: Sequence[RoutesAt]) -> list[list[int]]:
+    """The places of slices' experts as JSON."""
+    return [[place.rank, place.number, place.tokens] for place in places]
+
+
+def read_place(place: Any) -> RoutesAt:
+    """The place of a slice's experts from its row; ValueError or TypeError where it is none."""
     rank, number, tokens = map(read_count, place)
     return RoutesAt(rank, number, tokens)
 
@@ -130,7 +134,7 @@ def _read_group(
         calls = tuple(read_call(call_row) for call_row in sample_row.get("calls", ()))
         part = NOTHING_SAMPLED
         if segments:
-            places = tuple(_read_place(place) for place in sample_row.get("routes", ()))
+            places = tuple(read_place(place) for place in sample_row.get("routes", ()))
             part = PartialCompletion(token_ids, logprobs, segments, calls=calls, routes_at=places)
         if sample_row.get("score") is None:
             samples.append(part)

@@ -1,7 +1,7 @@
 """The laptop demo: make data and a random model, teach it with SFT, train it with GRPO, show gains.
 
     rlmath demo [--seed 1] [--ranks 2] [--tensor-parallel 2] [--pipeline-parallel 1] [--algorithm
-    grpo]
+    grpo] [section.key=value ...]
 
 It runs the same programs, one after the other, that a user would: rlmath.cli.make_arithmetic,
 rlmath.cli.make_tiny_model, rlmath sft, rlmath train, which validates the model on held-out problems
@@ -43,6 +43,12 @@ TOOLS = "tools"
 """The algorithm whose demo has products for problems."""
 TOOL_WORDS = ("tools.format=fence", "tools.max_calls=1", "tools.max_output_tokens=64")
 """Settings of the demo with a Python tool, in both of its trainings."""
+EXPERTS = "experts"
+"""The algorithm whose demo has a mixture of experts for a model."""
+DEMO_EXPERTS = 8
+"""Experts of each of its layers."""
+EXPERT_WORDS = ("policy.dtype=bfloat16",)
+"""Settings of the demo with experts: in float32 engine and policy round too much alike to differ."""
 REWARD = f"reward.scheme={RewardConfig.scheme}"
 """The reward of every objective whose paper pays for right answers alone.
 
@@ -132,15 +138,15 @@ def teach(folder: Path, seed: int, with_tool: bool) -> None:
     shutil.copytree(folder / "sft" / EXPORT_FOLDER, folder / "base")
 
 
-def make_base(folder: Path, seed: int, with_tool: bool = False) -> None:
+def make_base(folder: Path, seed: int, with_tool: bool = False, experts: int = 0) -> None:
     """Make data, a random model and the base model, in `data`, `random` and `base`.
 
     The base model is the random one after supervised training. `with_tool`: the problems are
-    products, and some solutions call Python."""
+    products, and some solutions call Python. With `experts` the layers have so many."""
     operation = "multiply" if with_tool else "add"
     for title, program, part, options in (
         ("Arithmetic problems", "make_arithmetic", "data", ["--operation", operation]),
-        ("A tiny random model", "make_tiny_model", "random", []),
+        ("A tiny random model", "make_tiny_model", "random", ["--experts", str(experts)]),
     ):
         words = ["--output", str(folder / part), "--seed", str(seed), *options]
         run(
@@ -173,11 +179,14 @@ def training_words(folder: Path, arguments: argparse.Namespace) -> list[str]:
         words += LORA_RATES
     if arguments.algorithm == TOOLS:
         words += [*TOOL_WORDS, "rollout.max_new_tokens=48"]
+    if arguments.algorithm == EXPERTS:
+        words += EXPERT_WORDS
     return [
         *words,
         "validation.every_steps=1000",
         "validation.temperature=1",
         "validation.top_p=1",
+        *arguments.overrides,
     ]
 
 
@@ -208,6 +217,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Train a tiny model with GRPO on this machine's CPU."
     )
     add = parser.add_argument
+    overrides_help = "settings that are to differ in the training with GRPO"
+    add("overrides", nargs="*", metavar="section.key=value", help=overrides_help)
     names = sorted(path.stem for path in ALGORITHMS.glob("*.yaml"))
     add("--seed", type=int, default=1, help="of data, model and training (default: 1)")
     add("--ranks", type=int, help="processes (default: 2; 1 on a machine with one GPU)")
@@ -225,7 +236,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="start more processes than this machine has room for",
     )
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)
 
 
 def fitting_ranks(gpus: int) -> int:
@@ -270,7 +281,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if folder.exists():
         set_aside(folder)
     folder.mkdir(parents=True)
-    make_base(folder, arguments.seed, with_tool=arguments.algorithm == TOOLS)
+    make_base(
+        folder,
+        arguments.seed,
+        with_tool=arguments.algorithm == TOOLS,
+        experts=DEMO_EXPERTS if arguments.algorithm == EXPERTS else 0,
+    )
     run_dir = train(folder, arguments)
     before, *_, after = read_metrics(str(run_dir), VALIDATION_FILE)
     name = "validation/accuracy"

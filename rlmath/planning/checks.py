@@ -92,11 +92,13 @@ def check_config(config: Config, world_size: int, kind: Kind = "grpo") -> RunSha
     )
 
 
-def check_replay(config: Config, world_size: int, samples: bool) -> RunShapes:
+def check_replay(
+    config: Config, world_size: int, samples: bool, has_routes: bool = False
+) -> RunShapes:
     """The shapes of the models for the replay of a captured step (`replay`), after its checks.
 
     They are those of `check_config`, but data files are not checked, and reward functions and
-    engines only if it `samples`."""
+    engines only if it `samples`. `has_routes`: the capture has those of its completions."""
     shape, problems = inspect_model_folder(Path(config.model.path))
     inspected = None if shape is None else inspect_run_shapes(config, shape)
     stages = checked_length_stages(config) if inspected is None else inspected.shapes.length_stages
@@ -112,7 +114,7 @@ def check_replay(config: Config, world_size: int, samples: bool) -> RunShapes:
     else:
         problems += machine_problems(config, shape)
         problems += _folder_problems(config, shape)
-        problems += model_checks.uncaptured_route_problems(config.policy)
+        problems += () if has_routes else model_checks.uncaptured_route_problems(config.policy)
     return _fitting_shapes(
         "this replay", problems, config=config, inspected=inspected, world_size=world_size
     )

@@ -397,6 +397,17 @@ def plan_routes(
     )
 
 
+def carried_route_bytes(config: Config, shapes: RunShapes) -> int:
+    """The most that a checkpoint has of routes: those of what is carried, not compressed (bytes)."""
+    if config.policy.routing_replay != "engine":
+        return 0
+    stages = [step_sequences(stage.config) for stage in shapes.length_stages]
+    return max(
+        formulas.sampled_route_bytes(shapes.policy, stage.tokens, stage.carried, engines=1)
+        for stage in stages
+    )
+
+
 def _with_routes(
     phases: Mapping[str, Mapping[str, int]],
     routes: formulas.RouteBytes,

@@ -153,10 +153,11 @@ def route_problems_of_gpus(policy: PolicyConfig, parallel: ParallelConfig) -> It
 
 
 def uncaptured_route_problems(policy: PolicyConfig) -> Iterator[str]:
-    """Problems of the replay of a captured update, which has no routes of engines."""
+    """Problems of the replay of an update that was captured without routes of engines."""
     if policy.routing_replay == "engine":
         yield (
-            'policy.routing_replay is "engine", and a capture has no routes. Set '
+            'policy.routing_replay is "engine", and the capture has no routes: only steps of '
+            "telemetry.capture_steps of a run with that setting have them. Set "
             "policy.routing_replay=none, with which tokens may take other experts than in the run."
         )
 

@@ -386,12 +386,6 @@ CONFLICTS = (
         "old, with several updates a step).",
     ),
     Conflict(
-        when=lambda config: [config.policy.routing_replay == "engine", config.tools.format],
-        text='policy.routing_replay is "engine" and tools.format "{tools.format}": routes of '
-        "completions that call tools are not kept yet. Set tools.format=null, or "
-        "policy.routing_replay=none (or old, with several updates a step).",
-    ),
-    Conflict(
         when=lambda config: [config.policy.routing_replay != "none", config.parallel.context > 1],
         text='policy.routing_replay is "{policy.routing_replay}" and parallel.context '
         "{parallel.context}: routes are not split over context ranks yet. Set parallel.context=1, "
@@ -658,14 +652,6 @@ UNUSED = (
     ),
 )
 DOUBTFUL = (
-    Doubt(
-        when=lambda config: [
-            config.policy.routing_replay == "engine",
-            config.telemetry.capture_steps,
-        ],
-        text="telemetry.capture_steps: a capture has no routes, so that rlmath replay makes the "
-        "update with policy.routing_replay=none alone, and other experts than the run's.",
-    ),
     Doubt(
         when=lambda config: [config.rollout.tail == "carry", config.rollout.max_staleness == 0],
         text='rollout.tail="carry" carries nothing with rollout.max_staleness=0: a step finishes '

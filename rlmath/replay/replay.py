@@ -271,7 +271,12 @@ class Replay:
         from rlmath.run.prepared import PreparedRun
 
         world_size = environment_world_size()
-        checked = check_replay(config, world_size, self.arguments.part == "rollout")
+        checked = check_replay(
+            config,
+            world_size,
+            samples=self.arguments.part == "rollout",
+            has_routes=self.capture.has_routes,
+        )
         shapes = checked.with_total_steps(config, self.capture.total_steps)
         shape = shapes.policy
         stages = shapes.length_stages

@@ -8,7 +8,7 @@ import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,10 @@ from rlmath.checkpoint.convert.convert import (
 )
 from rlmath.checkpoint.hf.metadata_files import read_metadata_files
 from rlmath.config import length_curriculum
+from rlmath.config.model_shape import ModelShape
 from rlmath.config.run_files import write_whole
 from rlmath.data.dataset import Inputs
+from rlmath.data.routes import places_of
 from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.device import Device, run_device
 from rlmath.distributed.fault_tolerance import exit_codes
@@ -38,6 +40,7 @@ from rlmath.planning.memory_estimate import mesh_of
 from rlmath.rewards.reward_manager import RewardWorkers
 from rlmath.rollout.collector import CollectGroups, Collector
 from rlmath.rollout.engine import Engine
+from rlmath.rollout.routes import RouteStore, load_on_all_ranks
 from rlmath.rollout.sampling import RolloutSeed, training_sampling
 from rlmath.rollout.weight_sync.shard_layouts import engine_adapters, engine_shapes
 from rlmath.run.join import join_run
@@ -138,8 +141,12 @@ class ReplayTrainer(PolicyTrainer):
     def step(self, number: int) -> StepRecord:
         """Make the update of the captured step."""
         learned = self.capture.learned
+        routes = None
+        if self.config.policy.routing_replay == "engine":
+            routes = RouteStore(self.mesh.rank)
+            learned = load_captured_routes(routes, self.capture, self.mesh, self.shape)
         updater = self.updaters[self.capture.length_stage]
-        self.last = updater.update(learned, number, self.capture.own_advantages)
+        self.last = updater.update(learned, number, self.capture.own_advantages, routes=routes)
         return StepRecord(
             {},
             groups=learned,
@@ -153,6 +160,33 @@ class ReplayTrainer(PolicyTrainer):
         rate = self.config.algorithm.rollback_lr_factor**self.capture.rollbacks
         for model in filter(None, (self.actor, self.critic)):
             model.learner.lr_scale = rate
+
+
+def load_captured_routes(
+    routes: RouteStore, capture: Capture, mesh: Mesh, shape: ModelShape
+) -> list[ScoredGroup]:
+    """Hold this rank's part of a capture's routes; returns its learned groups with their places.
+
+    A collective. ValueError on all ranks where one cannot read its part."""
+    assert capture.folder is not None, "it was read"
+    learned = capture.learned
+    places = places_of(completion for group in learned for completion in group.completions)
+    try:
+        moved = load_on_all_ranks(
+            routes, capture.folder, places, world_size=mesh.world_size, shape=shape
+        )
+    except ValueError as error:
+        raise ValueError(f'the capture "{capture.folder}" is damaged: {error}') from error
+    return [
+        replace(
+            group,
+            completions=tuple(
+                replace(completion, routes_at=tuple(moved[place] for place in completion.routes_at))
+                for completion in group.completions
+            ),
+        )
+        for group in learned
+    ]
 
 
 def replay_update(

@@ -38,14 +38,14 @@ from rlmath.checkpoint.route_files import route_file, write_routes
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import RewardConfig, RolloutConfig
 from rlmath.data.routes import places_of
-from rlmath.distributed.collectives import all_gather_objects, first_error, shared_store
+from rlmath.distributed.collectives import all_gather_objects, shared_store
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.run_store import RunStore
 from rlmath.rewards.reward_manager import UNSCORED, RewardManager, RewardWorkers, scorer_settings
 from rlmath.rewards.several_rewards import takes_groups
 from rlmath.rollout.called_completions import check_lost
 from rlmath.rollout.engine import Engine
-from rlmath.rollout.routes import RouteStore, load_routes
+from rlmath.rollout.routes import RouteStore, load_on_all_ranks
 from rlmath.rollout.sampling import Key, Request, RolloutSeed, SamplingSettings, group_requests
 from rlmath.rollout.work_queue import EngineUsage, WorkQueue
 
@@ -197,18 +197,9 @@ class Collector:
 
         A collective. ValueError on all ranks where one cannot read its part."""
         assert self._routes is not None
-        moved: dict[RoutesAt, RoutesAt] = {}
-        problem = None
-        try:
-            moved = load_routes(
-                self._routes, folder, places, world_size=self._mesh.world_size, shape=shape
-            )
-        except (OSError, ValueError) as error:
-            problem = f"rank {self._mesh.rank}: {error}"
-        problem = first_error(problem)
-        if problem is not None:
-            raise ValueError(problem)
-        return moved
+        return load_on_all_ranks(
+            self._routes, folder, places, world_size=self._mesh.world_size, shape=shape
+        )
 
     def reset_prefix_cache(self) -> None:
         """Let the engine compute all prompts anew: cached blocks may differ in the last bits."""

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlmath.algorithms.types import RoutesAt
-from rlmath.checkpoint.route_files import read_routes, route_file
+from rlmath.checkpoint.route_files import read_routes, route_file, write_routes
 from rlmath.config.model_shape import ModelShape
-from rlmath.distributed.collectives import all_gather_objects
+from rlmath.distributed.collectives import all_gather_objects, first_error
 
 MESSAGE_BYTES = 2**25
 """Most bytes of a message between two ranks; one completion may have more."""
@@ -59,6 +59,11 @@ class RouteStore:
         """All of them by their number."""
         return self._routes
 
+    def files(self, places: Iterable[RoutesAt]) -> dict[str, bytes]:
+        """A file of those of these places that this rank holds, by its name; empty without any."""
+        held = {place.number: self.get(place) for place in places if place.rank == self.rank}
+        return {route_file(self.rank): write_routes(held)} if held else {}
+
     def clear(self) -> None:
         """Forget all, and count from 0 again."""
         self._routes.clear()
@@ -85,9 +90,9 @@ def load_routes(
     world_size: int,
     shape: ModelShape,
 ) -> dict[RoutesAt, RoutesAt]:
-    """Hold this rank's part of the routes of a checkpoint alone; returns where each is now.
+    """Hold this rank's part of the routes of a checkpoint or capture; returns where each is now.
 
-    `places` are those that the checkpoint has, in an order that all ranks have. Each rank takes
+    It holds no others. `places` are those that the folder has, in an order that all ranks have. Each rank takes
     what it had; what ranks had that are no more is spread over the others. OSError or ValueError
     where this rank's part cannot be read."""
     store.clear()
@@ -106,6 +111,28 @@ def load_routes(
             raise ValueError(f"{route_file(place.rank)} does not have {place}")
         kept_at = store.keep(routes_NLK)
         assert kept_at == moved[place], f"{place} came to {kept_at}"
+    return moved
+
+
+def load_on_all_ranks(
+    store: RouteStore,
+    folder: Path,
+    places: Sequence[RoutesAt],
+    world_size: int,
+    shape: ModelShape,
+) -> dict[RoutesAt, RoutesAt]:
+    """`load_routes` on every rank.
+
+    A collective. ValueError on all ranks where one cannot read its part."""
+    moved: dict[RoutesAt, RoutesAt] = {}
+    problem = None
+    try:
+        moved = load_routes(store, folder, places, world_size=world_size, shape=shape)
+    except (OSError, ValueError) as error:
+        problem = f"rank {store.rank}: {error}"
+    problem = first_error(problem)
+    if problem is not None:
+        raise ValueError(problem)
     return moved
 
 

@@ -33,6 +33,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -73,8 +74,9 @@ class Ended:
     routes: Tensor | None = None
     """Experts of the tokens that it was sampled by, [tokens, layers, experts of a token].
 
-    They begin with the prompt or, where the request had sampled tokens, with the last of these, and
-    lack the last token now. None: they were not asked for."""
+    They begin behind the routes that the request had (`PartialCompletion.routes_at`), and lack the
+    tokens that no pass has read: the last one that was sampled, and outputs of tools behind it.
+    None: they were not asked for."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,8 @@ class RunningCompletions:
         self._tools = tools
         self._routes_of = routes_of
         self._decoding: dict[str, _Decoding] = {}
+        self._routes: dict[Key, list[Tensor]] = {}
+        """Experts of what completions were sampled by since they were begun, between their calls."""
         self.weights = weights
         """Set them when the engine gets new ones, after `keep_tokens` or inside `interrupted`."""
         self.usage = Usage()
@@ -258,10 +262,7 @@ class RunningCompletions:
                 called[output.request_id] = decoding, calls
             elif output.finish_reason is not None:
                 del decodings[output.request_id]
-                if self._routes_of is not None:  # its blocks are its own until the next step
-                    decoding.routes = self._routes_of(
-                        output.request_id, decoding.first_read, decoding.length - 1
-                    )
+                self._keep_routes(output.request_id, decoding)
                 ended.append((decoding, str(output.finish_reason)))
         usage.busy_seconds += time.perf_counter() - started
         return [
@@ -280,9 +281,26 @@ class RunningCompletions:
         for name, (decoding, calls) in called.items():
             del self._decoding[name]
             decoding.drop_behind(calls.tokens)
+            self._keep_routes(name, decoding)
             request = decoding.request.with_more(decoding.sampled(self.weights))
             if not self._tools.submit(request, calls.calls):
                 yield self._finish(request, request.so_far, "length")
+
+    def _keep_routes(self, name: str, decoding: _Decoding) -> None:
+        """Keep the routes of the tokens that the completion was sampled by and that have none yet.
+
+        Its blocks are its own until the next step."""
+        if self._routes_of is None:
+            return
+        request = decoding.request
+        pieces = self._routes.setdefault(request.key, [])
+        first = sum(place.tokens for place in request.so_far.routes_at) + sum(map(len, pieces))
+        pieces.append(self._routes_of(name, first, decoding.length - 1))
+
+    def _pop_routes(self, request: Request) -> Tensor | None:
+        """`Ended.routes` of a completion that ends."""
+        pieces = self._routes.pop(request.key, None)
+        return None if pieces is None else torch.cat(pieces)
 
     def _abort(self, names: Iterable[str]) -> None:
         """Take requests out of vLLM, one by one.
@@ -321,30 +339,22 @@ class RunningCompletions:
         request = decoding.request
         sampled = decoding.sampled(self.weights)
         if not stopped and sampled.n_sampled < request.max_new_tokens:
-            return self._leave(request.with_more(sampled), decoding.routes)
-        return self._finish(
-            request, sampled, "stop" if stopped else "length", routes=decoding.routes
-        )
+            return self._leave(request.with_more(sampled))
+        return self._finish(request, sampled, "stop" if stopped else "length")
 
-    def _leave(self, request: Request, routes: Tensor | None = None) -> Ended:
+    def _leave(self, request: Request) -> Ended:
         """The completion at the end of its slice, unfinished.
 
         Its session ends; a further call makes it again from the earlier ones."""
         self._end_session(request, request.so_far)
-        return Ended(request, request.so_far, routes)
+        return Ended(request, request.so_far, self._pop_routes(request))
 
     def _end_session(self, request: Request, sampled: PartialCompletion) -> None:
         """End the sandbox of a completion, if it has one."""
         if self._tools is not None and sampled.calls:
             self._tools.release(request.key)
 
-    def _finish(
-        self,
-        request: Request,
-        sampled: PartialCompletion,
-        reason: FinishReason,
-        routes: Tensor | None = None,
-    ) -> Ended:
+    def _finish(self, request: Request, sampled: PartialCompletion, reason: FinishReason) -> Ended:
         """The finished completion, all of `sampled`, with its text; handed to `score`."""
         stopped = reason == "stop"
         text = ""
@@ -356,7 +366,7 @@ class RunningCompletions:
         completion = sampled.finished(request.key[1], text, reason)
         if self._tokenizer is not None:
             self._score(request, completion)
-        return Ended(request, completion, routes)
+        return Ended(request, completion, self._pop_routes(request))
 
     def keep_tokens(self) -> list[Request]:
         """All requests in flight, with what is sampled of them by now; they go on.
@@ -392,20 +402,12 @@ class _Decoding:
     request: Request
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
-    routes: Tensor | None = None
-    """`Ended.routes`."""
 
     @property
     def length(self) -> int:
         """Tokens of the prompt and of all that is sampled."""
         request = self.request
         return len(request.token_ids) + len(request.so_far.token_ids) + len(self.token_ids)
-
-    @property
-    def first_read(self) -> int:
-        """The first token that was read to sample new ones; those before have been sampled by."""
-        so_far = len(self.request.so_far.token_ids)
-        return len(self.request.token_ids) + so_far - 1 if so_far else 0
 
     def add(self, output: Any) -> int:
         """Add the tokens of a vLLM `EngineCoreOutput`; returns their number."""

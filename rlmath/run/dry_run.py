@@ -42,7 +42,7 @@ from rlmath.distributed.memory import total_bytes
 from rlmath.distributed.ranks import environment_rank
 from rlmath.planning import checks
 from rlmath.planning.machine_room import OVERSUBSCRIBE, room_advice, room_problems, this_machine
-from rlmath.planning.memory_estimate import Target, mesh_of
+from rlmath.planning.memory_estimate import Target, carried_route_bytes, mesh_of
 from rlmath.planning.memory_fit import GIB, host_bytes, planned_target, start_up_lines
 from rlmath.planning.memory_formulas import route_bytes
 from rlmath.planning.model_checks import routing_warnings
@@ -507,11 +507,17 @@ def kept_checkpoints(config: Config, total_steps: int, steps_per_epoch: int) -> 
     return count if config.save.keep_models is None else min(count, config.save.keep_models)
 
 
+def checkpoint_disk(plan: RunPlan) -> int:
+    """Most bytes of a checkpoint on the disk, with what it has of groups in flight."""
+    config = plan.config
+    size = save_schedule.checkpoint_bytes(config, plan.shapes) + unfinished_bytes(config)
+    return size + carried_route_bytes(config, plan.shapes)
+
+
 def needed_disk(plan: RunPlan) -> int:
     """Most bytes that the run takes on the disk, with the checkpoint that is being written."""
     config = plan.config
     save = plan.config.save
-    checkpoint = save_schedule.checkpoint_bytes(config, plan.shapes) + unfinished_bytes(config)
     model = save_schedule.export_bytes(config, plan.shapes.policy)
     kept_count = kept_checkpoints(config, plan.total_steps, plan.data.inputs.order.steps_per_epoch)
     never = (
@@ -519,7 +525,7 @@ def needed_disk(plan: RunPlan) -> int:
     )
     recovery_points = 0 if never else save.keep_last + 1
     models = save_schedule.most_models(config) + (kept_count if save.export_hf else 0)
-    return (recovery_points + kept_count) * checkpoint + models * model
+    return (recovery_points + kept_count) * checkpoint_disk(plan) + models * model
 
 
 def _disk_lines(plan: RunPlan) -> Iterator[str]:
@@ -530,7 +536,7 @@ def _disk_lines(plan: RunPlan) -> Iterator[str]:
         else ""
     )
     yield (
-        f"Disk: a checkpoint is {_gib(save_schedule.checkpoint_bytes(plan.config, plan.shapes))} "
+        f"Disk: a checkpoint is {_gib(checkpoint_disk(plan))} "
         "GiB, the exported "
         f"model {_gib(save_schedule.export_bytes(plan.config, plan.shapes.policy))}; needed at most "
         f"{_gib(needed_disk(plan))} "

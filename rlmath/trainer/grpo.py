@@ -152,7 +152,11 @@ class GrpoTrainer(PolicyTrainer):
             routes.keep_only([*places_of(learned), *in_flight])
         with self.timers.phase("capture"):
             self.recorder.before_update(
-                number, stage.number, selection, own_advantages=own_advantages
+                number,
+                stage.number,
+                selection,
+                own_advantages=own_advantages,
+                routes=routes,
             )
         update = self.updaters[stage.number].update(
             selection.learned, number, own_advantages, routes=routes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,11 +13,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlmath.algorithms.dynamic_sampling import Selection
+from rlmath.algorithms.types import ScoredGroup
 from rlmath.checkpoint.capture import Capture, CapturedMinibatch, CapturedUpdate, write_capture
 from rlmath.checkpoint.hf.weights import stream_hf_tensors
 from rlmath.config.load import config_as_yaml
+from rlmath.data.routes import places_of
+from rlmath.distributed.collectives import gather_to_rank_zero
 from rlmath.distributed.process import library_versions
 from rlmath.models.learner import MinibatchResult
+from rlmath.rollout.routes import RouteStore
 from rlmath.trainer.metrics import UpdateRecord
 
 if TYPE_CHECKING:
@@ -44,11 +48,13 @@ class StepRecorder:
         length_stage: int,
         selection: Selection,
         own_advantages: list[list[float]] | None,
+        routes: RouteStore | None = None,
     ) -> None:
         """Keep what step `number` (from 0) will learn from.
 
-        `own_advantages` are those of a function of the user's, if there is one. A collective where
-        the step is to be written."""
+        `own_advantages` are those of a function of the user's, if there is one; `routes` hold the
+        experts of what this rank's engine has sampled, where they are replayed. Those are kept
+        where the step is to be written, which is a collective."""
         trainer = self._trainer
         self._written = False
         self._began = time.time()
@@ -67,7 +73,11 @@ class StepRecorder:
             own_advantages=own_advantages,
         )
         if number + 1 in self._steps:
-            self._last = replace(self._last, weights_before=weights_digest(trainer))
+            self._last = replace(
+                self._last,
+                weights_before=weights_digest(trainer),
+                routes=_route_files(routes, selection.learned),
+            )
 
     def after_update(self, update: UpdateRecord) -> None:
         """Keep the update of that step, which has ended.
@@ -81,6 +91,7 @@ class StepRecorder:
         if is_due and self._trainer.mesh.rank == 0:
             self.write("telemetry.capture_steps")
         self._written |= is_due
+        self._last = replace(self._last, routes={})
 
     def write(self, reason: str) -> None:
         """Write the last step, if there is one and it is not written.
@@ -106,6 +117,19 @@ class StepRecorder:
         if folder is not None:
             text = "The records of step %d are in %s; rlmath replay makes its update again"
             logger.info(text, capture.step + 1, folder)
+
+
+def _route_files(routes: RouteStore | None, groups: Sequence[ScoredGroup]) -> dict[str, bytes]:
+    """The files of the routes of all ranks, those of these groups, on rank 0; empty elsewhere.
+
+    A collective where there are `routes`."""
+    if routes is None:
+        return {}
+    places = places_of(completion for group in groups for completion in group.completions)
+    files: dict[str, bytes] = {}
+    for rank_files in gather_to_rank_zero(routes.files(places)) or ():
+        files |= rank_files
+    return files
 
 
 def captured_update(update: UpdateRecord, weights_after: str | None = None) -> CapturedUpdate:

@@ -30,6 +30,19 @@ def test_the_demo_pays_every_objective_alike_so_that_published_curves_can_be_mad
     assert paid == OTHER_REWARDS.get(name, (5.0, -5.0))
 
 
+def test_settings_of_the_command_line_are_those_of_the_training(tmp_path: Path) -> None:
+    """The demo with experts replays its engine's, unless they say otherwise."""
+    replays = []
+    for words in ((), ("policy.routing_replay=none", "validation.every_steps=5")):
+        demo = parse(["--algorithm", "experts", "--seed", "3", *words])
+        fill_layout(demo, gpus=0)
+        arguments = make_parser("").parse_intermixed_args(training_words(tmp_path, demo))
+        config = load_config(arguments.config, arguments.overrides)
+        assert (config.run.seed, config.policy.dtype) == (3, "bfloat16")
+        replays.append((config.policy.routing_replay, config.validation.every_steps))
+    assert replays == [("engine", 1000), ("none", 5)]
+
+
 @pytest.mark.parametrize(
     ("words", "gpus", "layout"),
     [

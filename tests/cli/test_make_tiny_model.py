@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlmath.cli.make_tiny_model import main, make_model, make_tokenizer
+from tests.tiny_models import shape_of
 
 
 def test_text_decodes_to_itself():
@@ -48,6 +49,18 @@ def test_the_seed_decides_the_weights(tmp_path: Path):
         main(["--output", str(folder), "--seed", str(seed)])
         models.append((folder / "model.safetensors").read_bytes())
     assert models[0] == models[1] != models[2]
+
+
+def test_a_mixture_has_experts_that_this_program_trains(tmp_path: Path):
+    """The experts of a token are as large together as the layer of a model without."""
+    main(["--output", str(tmp_path), "--experts", "8"])
+    shape = shape_of(tmp_path)
+    assert (shape.num_experts, shape.experts_per_token, shape.ffn_size) == (8, 2, 128)
+    assert (shape.num_layers, shape.hidden_size, shape.head_dim) == (4, 128, 32)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.dtype == torch.float32 and model.generation_config.eos_token_id == 1
+    with pytest.raises(ValueError, match="experts is 1; needed: 0"):
+        make_model(make_tokenizer(), experts=1)
 
 
 def test_mistakes_are_named(tmp_path: Path):

@@ -175,3 +175,22 @@ def lose_a_writer(folder: Path, case: Case, root: Path) -> list[str | None]:
     finally:
         store.close()
     return errors
+
+
+def save_beside(folder: Path, case: Case, root: Path, lost: int | None = None) -> str | None:
+    """Each rank writes a file beside its part; the disk loses that of rank `lost` meanwhile."""
+    stage = build(folder, case)
+    store = open_store(stage, root)
+    rank = stage.mesh.rank
+    name = f"routes-{rank:05d}"
+    try:
+        files = {name: b"%d" % rank * 1000}
+        assert store.start(progress(1, 0, stage.mesh.world_size), False, SETTINGS, files) is None
+        written = root / "step-000001.partial" / name
+        assert written.read_bytes() == files[name]
+        written.write_bytes(b"x" * 1000)
+        if rank == lost:
+            written.unlink()
+        return error_of(store.finish())
+    finally:
+        store.close()

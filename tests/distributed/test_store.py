@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlmath.checkpoint.directory import complete_checkpoints
+from rlmath.checkpoint.directory import complete_checkpoints, content_entry, wrong_contents
 from tests.distributed import store_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
@@ -162,6 +162,26 @@ def test_a_writer_that_dies_costs_one_checkpoint(
         assert first is not None and "rank 1" in first and "has ended" in first
         assert second is None
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
+
+
+def test_the_manifest_has_what_each_rank_wrote_whatever_the_first_rank_sees(
+    ranks: RankPool, untied_model: Path, tmp_path: Path
+) -> None:
+    """The files of both ranks change on the disk, and then one is lost."""
+    case = adam(Case(data=2))
+    assert ranks.run(2, store_cases.save_beside, untied_model, case, tmp_path) == [None, None]
+    ((checkpoint,), _) = complete_checkpoints(tmp_path)
+    for rank in range(2):
+        entry = checkpoint.files[f"routes-{rank:05d}"]
+        assert entry == content_entry(b"%d" % rank * 1000)
+    names = [name for name in checkpoint.files if name.startswith("routes")]
+    assert wrong_contents(checkpoint, names) == [
+        f"routes-{rank:05d} has other contents than were written (SHA-256 differs)"
+        for rank in range(2)
+    ]
+    errors = ranks.run(2, store_cases.save_beside, untied_model, case, tmp_path / "second", 1)
+    assert all(error is not None and "routes-00001" in error for error in errors)
+    assert list((tmp_path / "second").iterdir()) == []
 
 
 def test_every_file_is_in_the_manifest_and_as_large_as_its_tensors(saved_by: Saved) -> None:

@@ -10,7 +10,7 @@ from rlmath.config.load import load_config
 from rlmath.config.schema import ParallelConfig, PolicyConfig
 from rlmath.planning.checks import device_problems
 from rlmath.planning.model_checks import routing_warnings
-from rlmath.planning.setting_tables import conflicts, doubts
+from rlmath.planning.setting_tables import conflicts
 from tests.planning.of_policy import problems_of_shapes
 from tests.planning.test_memory_estimate import QWEN_7B, QWEN_30B_A3B, config
 
@@ -26,10 +26,6 @@ TWO_UPDATES = "algorithm.n_minibatches=2"
         (
             [ENGINE, "rollout.ranks=2"],
             "Set rollout.ranks=0, or policy.routing_replay=none (or old, with",
-        ),
-        (
-            [ENGINE, "tools.format=fence"],
-            "Set tools.format=null, or policy.routing_replay=none (or",
         ),
         (
             [ENGINE, "parallel.context=2"],
@@ -78,10 +74,3 @@ def test_a_mixture_without_replay_is_told_what_it_risks() -> None:
     assert "have collapsed so. policy.routing_replay=engine" in warning
     assert routing_warnings(PolicyConfig(routing_replay="old"), QWEN_30B_A3B) == []
     assert routing_warnings(PolicyConfig(), QWEN_7B) == []
-
-
-def test_a_captured_step_is_told_to_have_no_routes() -> None:
-    captured = [*PATHS, "telemetry.capture_steps=[1]"]
-    (told,) = doubts(load_config([], [*captured, ENGINE]))
-    assert told.startswith("telemetry.capture_steps: a capture has no routes")
-    assert list(doubts(load_config([], captured))) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -14,9 +15,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rlmath.algorithms.dynamic_sampling import Chosen, Selection
-from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup, Segment, ToolCall
+from rlmath.algorithms.types import (
+    Completion,
+    Prompt,
+    RoutesAt,
+    Score,
+    ScoredGroup,
+    Segment,
+    ToolCall,
+)
 from rlmath.checkpoint.capture import (
     CAPTURE_FILE,
     GROUPS_FILE,
@@ -29,6 +39,7 @@ from rlmath.checkpoint.capture import (
     write_capture,
 )
 from rlmath.checkpoint.directory import MANIFEST
+from rlmath.checkpoint.route_files import route_file, write_routes
 from rlmath.cli.train import replay as replay_command
 from rlmath.config.length_curriculum import length_stages
 from rlmath.config.load import config_as_yaml
@@ -138,6 +149,48 @@ def test_a_capture_knows_which_tokens_others_wrote(tmp_path: Path) -> None:
         [completion["segments"] for completion in json.loads(row)["completions"]] for row in rows
     ]
     assert segments == [[[[1, 4, 1], [1, 4, 1, 0]], [[1, 4, 1]]], [[[1, 4, 1]], [[3, 4, 1]]]]
+
+
+def routed(capture: Capture, tokens: int) -> Capture:
+    """The capture with routes of so many tokens of each completion on ranks 1 and 0."""
+    numbers = itertools.count()
+    groups = []
+    files: dict[str, dict[int, torch.Tensor]] = {}
+    for whole_group in capture.groups:
+        completions = []
+        for completion in whole_group.completions:
+            place = RoutesAt(1 - completion.sample_index, next(numbers), tokens=tokens)
+            routes_NLK = torch.full((tokens, 3, 2), place.number, dtype=torch.uint8)
+            files.setdefault(route_file(place.rank), {})[place.number] = routes_NLK
+            completions.append(replace(completion, routes_at=(place,)))
+        groups.append(replace(whole_group, completions=tuple(completions)))
+    contents = {name: write_routes(routes) for name, routes in files.items()}
+    return replace(capture, groups=groups, routes=contents)
+
+
+def test_a_capture_has_the_routes_of_what_is_learned_from(tmp_path: Path) -> None:
+    """A damaged or missing file of them is noticed, and so is a completion with too few."""
+    capture = replace(a_capture(), groups=[group("a", (1, 2), (3, 4))], chosen=[(1,)])
+    folder = write_capture(tmp_path, routed(capture, tokens=4))
+    assert folder is not None
+    read = read_capture(folder)
+    assert [completion.routes_at for completion in read.groups[0].completions] == [
+        (),
+        (RoutesAt(0, 1, tokens=4),),
+    ]
+    assert read.folder == folder and read.has_routes
+    assert not read_capture(write_capture(tmp_path / "plain", capture) or tmp_path).has_routes
+    path = folder / route_file(0)
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + b"?")
+    with pytest.raises(ValueError, match=f"{route_file(0)} is not as it was written"):
+        read_capture(folder)
+    path.unlink()
+    with pytest.raises(ValueError, match=f"is damaged .*{route_file(0)}"):
+        read_capture(folder)
+    write_capture(tmp_path, routed(capture, tokens=3))
+    with pytest.raises(ValueError, match="4 tokens need routes, and 3 have some"):
+        read_capture(folder)
 
 
 def test_a_capture_has_the_calls_of_completions(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from rlmath.algorithms.types import NOTHING_SAMPLED, Completion, Prompt
+from rlmath.algorithms.types import NOTHING_SAMPLED, Completion, PartialCompletion, Prompt, RoutesAt
 from rlmath.config.schema import RolloutConfig, ToolsConfig
 from rlmath.data.tool_chats import ChatFormat
 from rlmath.data.tool_formats import ends_with_call, has_void_turn, open_format
@@ -29,6 +29,7 @@ from rlmath.rollout.running_completions import Load, RunningCompletions  # noqa:
 
 TOKENIZER = chat_tokenizer("qwen3")
 CALL_IDS = TOKENIZER("```python\n1\n```", add_special_tokens=False)["input_ids"]
+(NEWLINE,) = TOKENIZER("\n", add_special_tokens=False)["input_ids"]
 END = [TOKENIZER.eos_token_id]
 TOOLS = ToolsConfig(format="fence")
 CALL = '{"name": "python", "arguments": {"code": "1"}, "id": "aB3456789"}'
@@ -209,8 +210,45 @@ def test_routes_are_those_of_the_tokens_that_new_ones_were_sampled_by(
     part = NOTHING_SAMPLED
     if so_far:
         part = part.extended((7,) * so_far, (-1.0,) * so_far, policy_version=0, step=0)
+        part = replace(part, routes_at=(RoutesAt(0, 0, tokens=3 + so_far - 1),))
     running = running_of(Core({0: END}), routes_of=routes_of)
     begun = replace(request(0), token_ids=(5, 5, 5), so_far=part)
     (ended,) = running.sample([begun])
     assert ended.routes is not None
     assert ended.routes.tolist() == expected
+
+
+@pytest.mark.parametrize("earlier", [0, 2])
+@pytest.mark.parametrize("ends_slice", [False, True])
+def test_a_completion_that_calls_has_routes_of_all_turns_and_of_what_the_engine_reads_again(
+    ends_slice: bool, earlier: int
+) -> None:
+    """The last token before the call and all of the output but its end are read to go on.
+
+    `earlier` tokens are of a slice before; where the call `ends_slice`, a further slice goes on."""
+    asked: list[tuple[int, int]] = []
+
+    def routes_of(name: str, first: int, end: int) -> torch.Tensor:
+        asked.append((first, end))
+        return torch.arange(first, end)
+
+    part = NOTHING_SAMPLED
+    if earlier:
+        part = part.extended((NEWLINE,) * earlier, (-1.0,) * earlier, policy_version=0, step=0)
+        part = replace(part, routes_at=(RoutesAt(0, 0, tokens=earlier),))
+    core = Core({0: [*CALL_IDS, 9]}, {0: END})
+    running = running_of(core, tools_of(0), routes_of=routes_of)
+    tokens_now = len(CALL_IDS) if ends_slice else 50
+    (ended,) = running.sample([replace(request(0), so_far=part, slice_tokens=tokens_now)])
+    called = 1 + earlier + len(CALL_IDS) - 1
+    assert ended.routes is not None
+    routes = ended.routes.tolist()
+    if ends_slice:
+        assert isinstance(ended.completion, PartialCompletion) and routes[-1] == called - 1
+        more = replace(ended.completion, routes_at=(RoutesAt(0, 1, tokens=called),))
+        (ended,) = running.sample([replace(request(0), so_far=more)])
+        assert ended.routes is not None
+        routes += ended.routes.tolist()
+    length = 1 + len(ended.completion.token_ids)
+    assert asked == [(earlier, called), (called, length - 1)]
+    assert length > called + 3 and routes == list(range(earlier, length - 1))

@@ -21,7 +21,13 @@ from rlmath.config.schema import Config, SaveConfig
 from rlmath.distributed.memory import total_bytes
 from rlmath.planning import machine_room
 from rlmath.planning.checks import check_config
-from rlmath.run.dry_run import kept_checkpoints, needed_disk, plan_lines, plan_run
+from rlmath.run.dry_run import (
+    checkpoint_disk,
+    kept_checkpoints,
+    needed_disk,
+    plan_lines,
+    plan_run,
+)
 from tests.terminal import on_terminal
 from tests.tiny_models import make_model_folder
 from tests.tool_models import make_chat_script_model, make_script_model
@@ -433,6 +439,37 @@ def test_groups_in_flight_count_for_the_disk(dry):
 
     assert needed("rollout.tail=carry") - needed() == pytest.approx(3 * 1.6875, abs=0.11)
     assert needed("rollout.tail=defer") == needed()
+
+
+def test_routes_that_are_carried_count_for_the_disk_of_each_checkpoint(
+    mixture: Path, rows: Path, tmp_path: Path
+) -> None:
+    """100 groups x 4,096 completions are carried, each of 96 tokens but its last, of 8 bytes."""
+    settings = (
+        f"data.train_path={rows}",
+        "data.format=boba",
+        f"run.output_dir={tmp_path / 'run'}",
+        f"model.path={mixture}",
+        *TINY,
+        "rollout.group_size=4096",
+        "algorithm.recompute_logprobs=true",
+        "algorithm.importance_correction=token",
+        "algorithm.importance_cap=2",
+        "rollout.tail=carry",
+    )
+
+    def told(replay: str) -> tuple[int, int]:
+        plan = plan_run(
+            load_config([CONFIGS / SMALL_R1], [*settings, f"policy.routing_replay={replay}"])
+        )
+        shown = f"a checkpoint is {checkpoint_disk(plan) / 2**30:,.1f} GiB"
+        assert any(shown in line for line in plan_lines(plan))
+        return checkpoint_disk(plan), needed_disk(plan)
+
+    plain, plain_needed = told("none")
+    replayed, needed = told("engine")
+    assert replayed - plain == 100 * 4096 * (96 - 1) * 8
+    assert (needed - plain_needed) % (replayed - plain) == 0
 
 
 def test_a_disk_that_has_exactly_the_room_is_large_enough(

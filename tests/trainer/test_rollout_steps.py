@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -59,7 +59,9 @@ LENGTHS = [(3, 2), (10, 3), (2, 4), (3, 3), (5, 2), (1, 11), (2, 2), (4, 3)]
 
 
 class Engines:
-    """Sample completions of the lengths above; the first of a group of an even prompt is right."""
+    """Sample completions of the lengths above; the first of a group of an even prompt is right.
+
+    That is so unless `right_prompts` has others."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
@@ -72,6 +74,7 @@ class Engines:
         """Prompts of the groups that were scored as a whole."""
         self.seeds: set[int] = set()
         self.resets = 0
+        self.right_prompts: Collection[int] = range(0, len(LENGTHS), 2)
 
     def sample(
         self, rows: Sequence[Sequence[Work]], max_new_tokens: int, step: int, title: str
@@ -99,7 +102,7 @@ class Engines:
         part = so_far.extended((7,) * tokens, (-0.5,) * tokens, policy_version=step, step=step)
         if tokens < left:
             return part
-        right = index == 0 and number_of(work.prompt) % 2 == 0
+        right = index == 0 and number_of(work.prompt) in self.right_prompts
         score = Score(float(right), right, "", "string")
         return ScoredCompletion(part.finished(index, "", "stop"), score)
 
@@ -316,6 +319,21 @@ def test_groups_that_another_reward_has_scored_in_part_are_sampled_anew(
         first_round = [request for request in engines.begun if request[0] == "q1"]
         begun.append(first_round[: 1 + changed])
     assert begun == [[("q1", 0, 4)], [("q1", 0, 0), ("q1", 1, 0)]]
+
+
+def test_a_complete_group_that_another_reward_has_scored_is_judged_by_its_new_scores(
+    tied_model: Path, tmp_path: Path
+) -> None:
+    """q3 is complete and in flight: without contrast in the checkpoint, with it when made anew."""
+    selection = SelectionConfig(dynamic_sampling="reward", max_extra_prompts=6)
+    stopped, _ = rollouts_of(tmp_path, tied_model, "carry", selection)
+    make_step(stopped, 0)
+    write_files(stopped, tmp_path)
+    resumed, engines = rollouts_of(tmp_path, tied_model, "carry", selection)
+    resumed.resume(tmp_path, 1, reward_changed=True)
+    engines.right_prompts = range(len(LENGTHS))
+    learned = {prompt for number in (1, 2, 3) for prompt in lengths_of(make_step(resumed, number))}
+    assert ("q3", 0, 0) in engines.begun and "q3" in learned
 
 
 def test_groups_in_flight_go_on_with_their_routes_and_without_them_are_sampled_anew(
