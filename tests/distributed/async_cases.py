@@ -70,10 +70,11 @@ def run(
 ) -> Run | None:
     """All steps of a small run.
 
-    Where engines have tools, results of calls come late and in any order. With `rollout.ranks` 0 the same without ranks of the engines' own. "score" in `more`: compute
-    the log-probs of all segments with the weights of their versions; "snapshots": take one after
-    every step; "paced": the engine, the only one, waits for new weights in the middle of the next
-    steps' completions."""
+    With `rollout.ranks` 0 the same without ranks of the engines' own. Where these have tools,
+    results of calls come late, in any order. "score" in `more`: compute the log-probs of all
+    sampled segments with the weights of their versions; "snapshots": take one after every step;
+    "paced": the engine, the only one, waits for new weights in the middle of the next steps'
+    completions."""
     for_this = ("score", "snapshots", "paced")
     sections = {name: value for name, value in more.items() if name not in for_this}
     learns = ADAPTERS_LEARN if "lora" in sections else LEARNS
