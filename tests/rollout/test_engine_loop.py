@@ -515,11 +515,11 @@ def test_new_weights_come_to_completions_that_decode_that_wait_for_a_call_and_th
         assert salts == ["1"] * 4 + ["4"] * 4, "what waited begins under the new version"
 
 
-@pytest.mark.parametrize("mode", ["recompute", "keep"])
+@pytest.mark.parametrize("mode", ["recompute", "keep", "finish"])
 def test_new_weights_come_while_all_completions_wait_for_calls(
     opened: Opened, sandboxes: HeldSandboxes, mode: str
 ) -> None:
-    """They are reported with the first token that they sample."""
+    """They are reported with the first token that they sample; with "finish" they wait, too."""
     (seed,) = seeds_of(0, 1)
     sandboxes.held.add("0/0")
     run = opened(
@@ -532,16 +532,19 @@ def test_new_weights_come_while_all_completions_wait_for_calls(
     run.at_step[IS_OUT + 1] = lambda: run.new_weights(4, 2)
     run.at_step[IS_OUT + 4] = lambda: run.new_weights(6, 3)
     run.start(Admit(0, 1, 0))
-    run.await_messages(lambda: run.versions == [0, 2, 3])
-    steps = run.steps
-    run.await_messages(lambda: run.steps > steps + 2)
+    run.await_messages(lambda: run.steps > IS_OUT + 6)
+    assert run.versions == ([0] if mode == "finish" else [0, 2, 3])
     assert len(run.of(WeightsTaken)) == 1
     sandboxes.held.clear()
     groups = run.await_groups([0])
     run.end()
     (sample,) = groups[0].samples
     assert list(sample.completion.token_ids) == CALLING
-    assert sample.completion.segments == (*call_segments(1, 0), Segment(LENGTH, 6, 3))
+    weights = (1, 0) if mode == "finish" else (6, 3)
+    assert sample.completion.segments == (*call_segments(1, 0), Segment(LENGTH, *weights))
+    assert run.versions == [0, 2, 3]
+    if mode == "finish":
+        return
     _, report = run.of(WeightsTaken)
     assert (report.version, report.interrupted) == (6, 1)
     assert report.prefilled_again_tokens == len(CALL_IDS)
