@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +224,11 @@ def test_an_asynchronous_run_calls_and_goes_on_with_calls_in_flight(place: Path)
 
     Validation and weights come while completions wait. Every prompt is learned once."""
     steps = 4
-    settings = [
+    folder = place / "asynchronous"
+    go_on = partial(
+        train,
+        place,
+        steps,
         "rollout.ranks=1",
         "rollout.max_staleness=2",
         "algorithm.recompute_logprobs=true",
@@ -231,9 +236,10 @@ def test_an_asynchronous_run_calls_and_goes_on_with_calls_in_flight(place: Path)
         "algorithm.importance_mask_high=5",
         "save.keep_last=9",
         "telemetry.capture_steps=[]",
-    ]
-    folder = place / "asynchronous"
-    train(place, steps, *settings, folder=folder.name, ranks=2)
+        folder=folder.name,
+        ranks=2,
+    )
+    go_on()
     before = rows(folder)
     tool_format = FenceFormat(make_script_tokenizer(), 64)
     at_calls = []
@@ -251,7 +257,7 @@ def test_an_asynchronous_run_calls_and_goes_on_with_calls_in_flight(place: Path)
     last = max(at_calls)
     for step in range(last + 1, steps + 1):
         shutil.rmtree(folder / "checkpoints" / f"step-{step:06d}")
-    train(place, steps, *settings, folder=folder.name, ranks=2)
+    go_on()
     assert rows(folder)[:last] == before[:last]
     prompt_ids = []
     for step, row in enumerate(metric_rows(folder), start=1):

@@ -424,9 +424,9 @@ LONGEST = 99
 
 @pytest.fixture
 def sandboxes() -> Iterator[HeldSandboxes]:
-    held = HeldSandboxes(open_light_sandboxes(TOOLS))
-    yield held
-    held.close()
+    holding = HeldSandboxes(open_light_sandboxes(TOOLS))
+    yield holding
+    holding.close()
 
 
 def called_by(sandboxes: Any) -> CalledCompletions:
@@ -498,7 +498,7 @@ def test_new_weights_come_to_completions_that_decode_that_wait_for_a_call_and_th
     assert run.versions == [0, 2]
 
     report = run.of(WeightsTaken)[1]
-    given = len(CALL_IDS) + len(OUTPUT_IDS)
+    resumed_tokens = len(CALL_IDS) + len(OUTPUT_IDS) + answered
     new_tokens = NEWS + 2 * IS_OUT + answered
     if mode == "finish":
         new_tokens = len(LONG) + 2 * (IS_OUT + LENGTH)
@@ -507,8 +507,8 @@ def test_new_weights_come_to_completions_that_decode_that_wait_for_a_call_and_th
         new_tokens
     )
     assert report.interrupted == (0 if mode == "finish" else 3)
-    again = {"recompute": NEWS + IS_OUT + given + answered, "keep": IS_OUT, "finish": 0}
-    assert report.prefilled_again_tokens == again[mode]
+    prefilled = {"recompute": NEWS + IS_OUT + resumed_tokens, "keep": IS_OUT, "finish": 0}
+    assert report.prefilled_again_tokens == prefilled[mode]
     assert (report.waiting_seconds > 0) == (mode == "finish")
     if mode == "keep":
         salts = [request.prompt["cache_salt"] for request in run.llm.begun]
@@ -544,8 +544,8 @@ def test_new_weights_come_while_all_completions_wait_for_calls(
     run.end()
     (sample,) = groups[0].samples
     assert list(sample.completion.token_ids) == CALLING
-    weights = (1, 0) if mode == "finish" else (6, 3)
-    assert sample.completion.segments == (*call_segments(1, 0), Segment(LENGTH, *weights))
+    last = Segment(LENGTH, 1, 0) if mode == "finish" else Segment(LENGTH, 6, 3)
+    assert sample.completion.segments == (*call_segments(1, 0), last)
     if mode == "finish":
         return
     _, report = run.of(WeightsTaken)
