@@ -192,6 +192,37 @@ class DelayedSandboxes:
         self._sandboxes.close()
 
 
+class HeldSandboxes:
+    """Sandboxes that hold back the results of some completions until a test lets them go."""
+
+    def __init__(self, sandboxes: Sandboxes, *held: str) -> None:
+        """`held` are the names of the completions' sessions; take one out to let it go."""
+        self._sandboxes = sandboxes
+        self.held = set(held)
+        self._arrived: Results = []
+
+    def submit(self, key: str, code: str, seed: int, earlier: Sequence[PastCall] = ()) -> None:
+        self._sandboxes.submit(key, code, seed, earlier)
+
+    def wait(self, seconds: float) -> Results:
+        self._arrived += self._sandboxes.wait(min(seconds, LOOK_SECONDS))
+        results = [entry for entry in self._arrived if entry[0] not in self.held]
+        self._arrived = [entry for entry in self._arrived if entry[0] in self.held]
+        return results
+
+    def await_result(self, key: str) -> None:
+        """Wait until a result that is held back is there."""
+        assert key in self.held
+        while all(name != key for name, _ in self._arrived):
+            self._arrived += self._sandboxes.wait()
+
+    def release(self, key: str) -> None:
+        self._sandboxes.release(key)
+
+    def close(self) -> None:
+        self._sandboxes.close()
+
+
 def working_of(server: psutil.Process) -> list[psutil.Process]:
     """The sandboxes of a server that execute WORK; sessions between calls are stopped."""
     working = []

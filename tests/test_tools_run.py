@@ -7,22 +7,32 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlmath.algorithms.types import PartialCompletion, turn_tokens
 from rlmath.checkpoint.capture import read_capture
 from rlmath.checkpoint.unfinished_groups import UNFINISHED, read_unfinished
+from rlmath.data.tool_fences import FenceFormat
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MISTAKE
 from rlmath.replay.replay import find_capture
 from tests.forked_ranks import replay, run_ranks
 from tests.programs import TRAIN, metric_rows, rows, small_run
-from tests.selection import keeping
+from tests.selection import keeping, matrix
 from tests.test_everything_on import SPOILED
 from tests.test_resume import interrupted_after
-from tests.tool_models import CODES, SIZE, make_chat_script_model, make_script_model
+from tests.tool_models import (
+    CODES,
+    SIZE,
+    make_chat_script_model,
+    make_script_model,
+    make_script_tokenizer,
+)
 
 STEPS = 2
 PROMPTS = 3
@@ -48,7 +58,12 @@ def problem_rows(first: int, count: int) -> str:
 
 
 def train(
-    place: Path, steps: int, *more: str, folder: str = "run", program: Sequence[str] = TRAIN
+    place: Path,
+    steps: int,
+    *more: str,
+    folder: str = "run",
+    ranks: int = 1,
+    program: Sequence[str] = TRAIN,
 ) -> str:
     """What the console said."""
     settings = [
@@ -58,7 +73,7 @@ def train(
         f"run.total_steps={steps}",
         *more,
     ]
-    return run_ranks(1, [*program, *settings]).stderr
+    return run_ranks(ranks, [*program, *settings]).stderr
 
 
 def sampled(folder: Path, step: int) -> list[dict[str, Any]]:
@@ -210,6 +225,60 @@ def test_a_run_that_leaves_completions_with_calls_goes_on_bit_by_bit(
     assert rows(resumed) == metrics
     for step in (2, 3, 4):
         assert without_seconds(sampled(resumed, step)) == without_seconds(sampled(whole, step))
+
+
+@matrix
+def test_an_asynchronous_run_calls_and_goes_on_with_calls_in_flight(place: Path) -> None:
+    """Killed with a completion at a call, which a resumed run executes again.
+
+    Validation and weights come while completions wait. Every prompt is learned once."""
+    steps = 4
+    folder = place / "asynchronous"
+    go_on = partial(
+        train,
+        place,
+        steps,
+        "rollout.ranks=1",
+        "rollout.max_staleness=2",
+        "algorithm.recompute_logprobs=true",
+        "algorithm.importance_correction=token",
+        "algorithm.importance_mask_high=5",
+        "save.keep_last=9",
+        "telemetry.capture_steps=[]",
+        folder=folder.name,
+        ranks=2,
+    )
+    go_on()
+    before = rows(folder)
+    tool_format = FenceFormat(make_script_tokenizer(), 64)
+    at_calls = []
+    for step in range(1, steps):
+        content = (folder / "checkpoints" / f"step-{step:06d}" / UNFINISHED).read_bytes()
+        groups = read_unfinished(content, GROUP, SIZE, lambda *_: "").groups
+        parts = [part for group in groups for part in group.parts]
+        turns = [list(part.token_ids[len(part.token_ids) - turn_tokens(part) :]) for part in parts]
+        unfinished = [
+            turn
+            for turn, part in zip(turns, parts, strict=True)
+            if isinstance(part, PartialCompletion) and tool_format.calls_in(turn)
+        ]
+        at_calls += [step] if unfinished else []
+    last = max(at_calls)
+    for step in range(last + 1, steps + 1):
+        shutil.rmtree(folder / "checkpoints" / f"step-{step:06d}")
+    go_on()
+    assert rows(folder)[:last] == before[:last]
+    prompt_ids = []
+    for step, row in enumerate(metric_rows(folder), start=1):
+        path = folder / "samples" / f"step-{step:06d}.jsonl"
+        groups = [json.loads(line) for line in path.read_text().splitlines()]
+        prompt_ids += [group["prompt_id"] for group in groups]
+        assert row["tools/calls_per_completion"] > 0 and row["tools/lost_completions"] == 0
+        assert row["rollout/staleness_max"] <= 2
+    assert len(prompt_ids) == len(set(prompt_ids)) == steps * PROMPTS
+    validated = metric_rows(folder, "validation.jsonl")
+    assert [row["step"] for row in validated] == [1, 2, 3, 4]
+    assert max(row["validation/held/accuracy"] for row in validated) > 0
 
 
 def without_seconds(completions: list[dict[str, Any]]) -> list[dict[str, Any]]:

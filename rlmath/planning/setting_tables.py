@@ -366,11 +366,6 @@ CONFLICTS = (
         "between them. Lower the former.",
     ),
     Conflict(
-        when=lambda config: [config.tools.format, config.rollout.ranks],
-        text='tools.format is "{tools.format}" and rollout.ranks {rollout.ranks}: engines on ranks '
-        "of their own call no tools yet. Set rollout.ranks=0, or tools.format=null.",
-    ),
-    Conflict(
         when=lambda config: [
             config.tools.format,
             config.tools.call_cpu_seconds > config.tools.completion_cpu_seconds,

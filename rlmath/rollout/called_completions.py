@@ -15,7 +15,8 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from rlmath.algorithms.types import PartialCompletion, ToolCall, turn_tokens
@@ -148,10 +149,32 @@ class CalledCompletions:
         self._called: dict[str, _Called] = {}
         """Completions that wait, by their sessions' names."""
         self._steps = itertools.count()
+        self._prefix = ""
+        """Begins the names of sessions; those that are set aside have another one."""
+        self._results_aside: SharedResults = []
+        """Results of completions that are set aside, on the leader."""
 
     def __len__(self) -> int:
         """Completions that wait for a call."""
         return len(self._called)
+
+    @property
+    def requests(self) -> list[Request]:
+        """The requests that wait for a call, with what is sampled up to it."""
+        return [called.request for called in self._called.values()]
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Let other completions of the engine call, whatever their keys.
+
+        Those that wait have their results afterwards; the others must have ended by then."""
+        called = self._called
+        prefix = self._prefix
+        self._called = {}
+        self._prefix = f"{prefix}other "
+        yield
+        self._called = called
+        self._prefix = prefix
 
     def find(
         self, so_far: PartialCompletion, token_ids: Sequence[int], new_tokens: int
@@ -171,6 +194,13 @@ class CalledCompletions:
                     return FoundCalls(end - len(before), calls)
         return None
 
+    def unanswered(self, so_far: PartialCompletion) -> tuple[SampledCall, ...]:
+        """The calls that the last token completes: what is sampled goes on behind their outputs."""
+        turn_ids = so_far.token_ids[len(so_far.token_ids) - turn_tokens(so_far) :]
+        if len(turn_ids) == 0 or turn_ids[-1] not in self._format.can_complete:
+            return ()
+        return self._format.calls_in(list(turn_ids))
+
     def submit(self, request: Request, calls: tuple[SampledCall, ...]) -> bool:
         """Let the calls of a turn run, whose last token is the last one of `request.so_far`.
 
@@ -185,7 +215,7 @@ class CalledCompletions:
 
     def _run_next(self, called: _Called) -> None:
         """Let the first call without a result run."""
-        name = _session_name(called.request.key)
+        name = self._session_name(called.request.key)
         self._called[name] = called
         if self._sandboxes is not None:
             earlier = [*called.request.so_far.calls, *called.calls]
@@ -204,7 +234,7 @@ class CalledCompletions:
             return []
         results: SharedResults = []
         if self._sandboxes is not None:
-            results = self._sandboxes.wait(WAIT_SECONDS if is_idle else 0.0)
+            results = self._results(self._sandboxes, is_idle)
         if self._share is not None:
             results = self._share(results)
         answers = (self._answer(name, outcome) for name, outcome in results)
@@ -213,7 +243,7 @@ class CalledCompletions:
     def release(self, key: Key) -> None:
         """End the session of a completion that has ended."""
         if self._sandboxes is not None:
-            self._sandboxes.release(_session_name(key))
+            self._sandboxes.release(self._session_name(key))
 
     def close(self) -> None:
         """End the sandboxes."""
@@ -243,6 +273,17 @@ class CalledCompletions:
         if stopped:
             return completion_text(self._format.tokenizer, turn_ids, stopped=True)
         return self._format.turn_text(turn_ids)
+
+    def _results(self, sandboxes: Sandboxes, is_idle: bool) -> SharedResults:
+        """Results of the completions that wait; those of others are kept, which are set aside."""
+        has_some = any(name in self._called for name, _ in self._results_aside)
+        arrived = sandboxes.wait(WAIT_SECONDS if is_idle and not has_some else 0.0)
+        results = [*self._results_aside, *arrived]
+        self._results_aside = [entry for entry in results if entry[0] not in self._called]
+        return [entry for entry in results if entry[0] in self._called]
+
+    def _session_name(self, key: Key) -> str:
+        return f"{self._prefix}{key[0]}/{key[1]}"
 
     def _answer(self, name: str, outcome: CallResult) -> Answered | None:
         """The completion with the outputs of its turn's calls; None where another call runs now."""
@@ -296,10 +337,6 @@ def check_lost(reasons: Sequence[str], calling: int, outcome: str, tells: bool =
         raise RuntimeError(f"{text}. `rlmath doctor` says what isolates; see docs/tool_use.md")
     if tells:
         logger.warning("%s. %s", text, outcome)
-
-
-def _session_name(key: Key) -> str:
-    return f"{key[0]}/{key[1]}"
 
 
 def _past_call(call: ToolCall) -> PastCall:

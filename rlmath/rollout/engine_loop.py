@@ -16,6 +16,9 @@ New weights while completions are being sampled (`rollout.on_new_weights`):
   begun later do not share its blocks.
 - "finish": they end first, and nothing is begun until then.
 
+A completion that waits for a call of a tool is one of them, which has no KV cache of its own: with
+"recompute" and "keep" it goes on with what the new weights compute of it.
+
 All ranks of an engine run this loop in lockstep: the first one, its leader, has the mailbox, and
 gives the others what it has read and drawn, at points that follow from the number of steps alone.
 """
@@ -184,7 +187,7 @@ class EngineLoop:
                 if self._status is not None:
                     return self._status
                 self._begin_groups()
-            if self._running.busy:
+            if len(self._running):
                 self._step()
             elif self._pending is not None:
                 self._take_weights(self._pending)
@@ -197,7 +200,7 @@ class EngineLoop:
     def _read_messages(self) -> list[TrainerMessage]:
         if self._leader is None:
             return []
-        idle = not self._running.busy and not self._queue and self._pending is None
+        idle = not len(self._running) and not self._queue and self._pending is None
         return [
             envelope.message
             for envelope in self._leader.mailbox.receive(IDLE_SECONDS if idle else 0.0)
@@ -222,7 +225,7 @@ class EngineLoop:
             elif (
                 isinstance(message, NewWeights)
                 and self._on_new_weights == "finish"
-                and self._running.busy
+                and len(self._running)
             ):
                 self._pending = message
             elif isinstance(message, NewWeights):
@@ -257,13 +260,21 @@ class EngineLoop:
     def _take_weights(self, message: NewWeights) -> None:
         self._pending = None
         if self._on_new_weights == "keep" and self._running.busy:
-            self._receive(message, self._running.keep_tokens(), keeps_cache=True)
+            requests = self._running.keep_tokens()
+            self._receive(message, len(requests), self._running.called, keeps_cache=True)
         else:
             with self._running.interrupted() as requests:
-                self._receive(message, requests, keeps_cache=False)
+                self._receive(message, len(requests), requests, keeps_cache=False)
 
-    def _receive(self, message: NewWeights, requests: Sequence[Request], keeps_cache: bool) -> None:
-        """Get new weights for completions in flight.
+    def _receive(
+        self,
+        message: NewWeights,
+        interrupted: int,
+        prefilled_again: Sequence[Request],
+        *,
+        keeps_cache: bool,
+    ) -> None:
+        """Get new weights for so many completions in flight, some of which are prefilled again.
 
         With requests in vLLM its prefix cache cannot be emptied: those of a version share no blocks
         with others."""
@@ -271,9 +282,11 @@ class EngineLoop:
         self._engine.set_weight_version(message.version, reset_prefixes=not keeps_cache)
         self._running.weights = Weights(message.version, message.step)
         self._on_weights(message.step)
-        prefilled = 0 if keeps_cache else sum(len(request.so_far.token_ids) for request in requests)
         self._report = self._new_report(
-            message, transfer_seconds, len(requests), prefilled_again=prefilled
+            message,
+            transfer_seconds,
+            interrupted,
+            prefilled_again=sum(len(request.so_far.token_ids) for request in prefilled_again),
         )
 
     def _new_report(
@@ -292,6 +305,7 @@ class EngineLoop:
                 learned_at=message.learned_at,
                 transfer_seconds=transfer_seconds,
                 seconds=seconds,
+                waiting_seconds=unsent.waiting_seconds + usage.waiting_seconds,
             )
         return WeightsTaken(
             version=message.version,
@@ -299,6 +313,7 @@ class EngineLoop:
             transfer_seconds=transfer_seconds,
             seconds=seconds,
             busy_seconds=usage.busy_seconds,
+            waiting_seconds=usage.waiting_seconds,
             new_tokens=usage.new_tokens,
             interrupted=interrupted,
             prefilled_again_tokens=prefilled_again,
@@ -365,8 +380,10 @@ class EngineLoop:
 
     def _step(self) -> None:
         self._steps += 1
+        self._running.resume_called()
+        samples = self._running.busy
         self._running.step()
-        if self._report is not None:
+        if samples and self._report is not None:
             self._send(self._report)
             self._report = None
 

@@ -102,11 +102,13 @@ class WeightsTaken:
     """Time since it took the weights of its last report."""
     busy_seconds: float
     """The part of `seconds` that it spent in steps of vLLM."""
+    waiting_seconds: float
+    """The part of `seconds` in which all its completions waited for tools."""
     new_tokens: int
     interrupted: int
-    """Completions that were being sampled when it took the version."""
+    """Completions that were begun and not finished when it took the version."""
     prefilled_again_tokens: int
-    """Tokens of the interrupted completions, whose KV cache is computed again."""
+    """Tokens of those of them whose KV cache is computed again."""
     running: float
     """Completions that it decoded, mean over its steps."""
     queued_scores: int

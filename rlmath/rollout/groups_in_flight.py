@@ -63,7 +63,9 @@ class GroupsInFlight:
         self._groups[draw] = _Group(prompt, list(samples))
 
     def score(self, request: Request, completion: Completion) -> None:
-        """Have a completion scored; functions that take groups wait until all of it is sampled."""
+        """Have a completion scored; functions that take groups wait until all of it is sampled.
+
+        They are not given what is lost."""
         assert self._rewards is not None
         draw, g = request.key
         group = self._groups[draw]
@@ -72,13 +74,20 @@ class GroupsInFlight:
             self._rewards.submit(group.prompt, completion, key=(draw, [g]))
             return
         group.samples[g] = ScoredCompletion(completion, UNSCORED)
-        completions = [
-            sample.completion for sample in group.samples if isinstance(sample, ScoredCompletion)
-        ]
-        if len(completions) == len(group.samples):
+        samples = [sample for sample in group.samples if isinstance(sample, ScoredCompletion)]
+        if len(samples) < len(group.samples):
+            return
+        judged = {
+            index: sample.completion
+            for index, sample in enumerate(samples)
+            if not sample.completion.is_lost
+        }
+        if judged:
             self._rewards.submit_group(
-                group.prompt, completions, key=(draw, range(len(completions)))
+                group.prompt, list(judged.values()), key=(draw, list(judged))
             )
+        else:
+            self._finish(draw)
 
     def finish_scored(self, wait: bool = False) -> None:
         """Record the scores that have come, and report the groups that have all of theirs."""
@@ -92,8 +101,12 @@ class GroupsInFlight:
                 completion = sample.completion if isinstance(sample, ScoredCompletion) else sample
                 group.samples[g] = ScoredCompletion(completion, score)
             if all(isinstance(sample, ScoredCompletion) for sample in group.samples):
-                del self._groups[draw]
-                self._on_done(GroupDone(draw, tuple(group.samples)))  # type: ignore[arg-type]
+                self._finish(draw)
+
+    def _finish(self, draw: int) -> None:
+        """Report a group of which nothing is to be scored any more."""
+        samples = tuple(self._groups.pop(draw).samples)
+        self._on_done(GroupDone(draw, samples))  # type: ignore[arg-type]
 
     def snapshot(
         self, requests: Sequence[Request]

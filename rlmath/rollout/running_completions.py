@@ -29,7 +29,7 @@ import itertools
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -166,9 +166,10 @@ class RunningCompletions:
         a tokenizer, as on ranks that do not lead their engine, neither happens. `score` gets the
         request, whose `so_far` may lack the last tokens. `on_step` is called before each step. With
         `keeps_cache`, completions keep their KV cache when new weights come: those begun later do
-        not share its blocks. `tools` answer calls; nothing of the engine may be waiting for one.
-        `routes_of` gives the experts of a request's tokens from the first to the end of a range, by
-        its name, which must all be of these weights: no completion is interrupted."""
+        not share its blocks. `tools` answer calls; other completions of the engine that wait for
+        one must be `interrupted`. `routes_of` gives the experts of a request's tokens from the
+        first to the end of a range, by its name, which must all be of these weights: no completion
+        is interrupted."""
         self._core = llm.llm_engine.engine_core
         self._scheduler = (
             self._core.engine_core.scheduler
@@ -214,7 +215,7 @@ class RunningCompletions:
             # are computed before it all the same.
             for request in source.pop(self.load()):
                 self.begin(request)
-            ended_after_calls = self._resume_called()
+            ended_after_calls = self.resume_called()
             if not (self.busy or self._waiting_for_tools or ended_after_calls):
                 break
             for ended in (*ended_after_calls, *self.step()):
@@ -225,7 +226,12 @@ class RunningCompletions:
     def begin(self, request: Request, goes_first: bool = False) -> None:
         """Sample a completion from where it is; where it `goes_first`, before all that wait.
 
-        vLLM's VLLMValidationError for a prompt that the model cannot take."""
+        Where it is at a call, as in a checkpoint, the call runs first. vLLM's VLLMValidationError
+        for a prompt that the model cannot take."""
+        if self._tools is not None and (calls := self._tools.unanswered(request.so_far)):
+            is_submitted = self._tools.submit(request, calls)
+            assert is_submitted, "a completion without calls left is finished, not begun"
+            return
         if self._keeps_cache:
             request = replace(request, cache_salt=str(self.weights.version))
         name = str(next(_NAMES))
@@ -309,10 +315,11 @@ class RunningCompletions:
         for name in names:
             self._core.abort_requests([name])
 
-    def _resume_called(self) -> list[Ended]:
-        """Begin completions again whose calls are answered.
+    def resume_called(self) -> list[Ended]:
+        """Begin completions again whose calls are answered; call it before every step.
 
-        Returns those that have ended: they are lost, or at the end of their slice."""
+        Where all completions wait, so does it, for a while. Returns those that have ended: they are
+        lost, or at the end of their slice."""
         if self._tools is None:
             return []
         is_idle = not self.busy
@@ -371,25 +378,34 @@ class RunningCompletions:
     def keep_tokens(self) -> list[Request]:
         """All requests in flight, with what is sampled of them by now; they go on.
 
-        Call it before the engine gets new weights: later tokens are marked with those."""
+        Those that wait for a tool come last. Call it before the engine gets new weights: later
+        tokens are marked with those."""
         for decoding in self._decoding.values():
             decoding.keep_tokens(self.weights)
-        return [decoding.request for decoding in self._decoding.values()]
+        return [*(decoding.request for decoding in self._decoding.values()), *self.called]
+
+    @property
+    def called(self) -> list[Request]:
+        """The requests that wait for a tool, with what is sampled up to their calls."""
+        return [] if self._tools is None else self._tools.requests
 
     @contextmanager
     def interrupted(self) -> Iterator[list[Request]]:
         """Take all requests out of vLLM while the engine does something else or gets new weights.
 
-        Gives them with what is sampled of each. Afterwards they go on.
+        Gives them, and those that wait for a tool, with what is sampled of each. Afterwards they go
+        on. Calls run meanwhile; other completions may call, too.
 
             with running.interrupted() as requests:
                 engine.score(sequences)
         """
         requests = self.keep_tokens()
+        decoding_requests = [decoding.request for decoding in self._decoding.values()]
         self._abort(self._decoding)
         self._decoding.clear()
-        yield requests
-        for request in requests:
+        with nullcontext() if self._tools is None else self._tools.set_aside():
+            yield requests
+        for request in decoding_requests:
             self.begin(request)
 
 

@@ -24,6 +24,7 @@ from rlmath.planning.memory_estimate import engine_mesh_of, mesh_of
 from rlmath.rollout.collector import Collector
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.engine_loop import EngineLoop, Leader, SamplingPlan
+from rlmath.rollout.engine_tools import open_tools
 from rlmath.rollout.sampling import training_sampling
 from rlmath.rollout.weight_sync.offer import WeightReceiver
 from rlmath.rollout.weight_sync.shard_layouts import engine_adapters, engine_shapes
@@ -105,6 +106,13 @@ class EngineRank:
                 "whose noise begins anew where a completion is continued. Set "
                 "rollout.on_new_weights=keep or finish"
             )
+        engine.tools = open_tools(
+            config.tools,
+            inputs.tokenizer,
+            mesh,
+            continues_noise=engine.continues_noise,
+            stop_token_ids=inputs.stop_token_ids,
+        )
         trainer_mesh = mesh_of(config.parallel, config.rollout, bridge.world_size, rank=0)
         plans = offer_plans(config, shape, trainer_mesh, device=device)
         stages = context.shapes.length_stages
@@ -153,5 +161,7 @@ class EngineRank:
         if self._mailbox is not None:
             self._mailbox.close()
         self._engine.close()
+        if self._engine.tools is not None:
+            self._engine.tools.close()
         if self._scorer is not None:
             self._scorer.close()

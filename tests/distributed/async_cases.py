@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from rlmath.distributed.ranks import environment_rank, environment_world_size
 from rlmath.planning.memory_estimate import engine_mesh_of, mesh_of
 from rlmath.run.prepared import PreparedRun
 from tests.distributed import partial_rollout_cases as partial
+from tests.distributed.tool_cases import open_late_sandboxes
 
 LEARNS = OptimizerConfig(kind="sgd", lr=0.05, distributed=False)
 ADAPTERS_LEARN = replace(LEARNS, lr=20.0)
@@ -58,7 +60,7 @@ class Run:
     left: list[int] = field(default_factory=list)
     """Unfinished completions with tokens in what a checkpoint would hold, by step."""
     scored: list[tuple[list[float], list[float]]] = field(default_factory=list)
-    """Log-probs of every segment of a completion, in pairs.
+    """Log-probs of every sampled segment of a completion, in pairs.
 
     As sampled, and by the policy of the segment's version, which reads the whole sequence."""
 
@@ -68,10 +70,11 @@ def run(
 ) -> Run | None:
     """All steps of a small run.
 
-    With `rollout.ranks` 0 the same without ranks of the engines' own. "score" in `more`: compute
-    the log-probs of all segments with the weights of their versions; "snapshots": take one after
-    every step; "paced": the engine, the only one, waits for new weights in the middle of the next
-    steps' completions."""
+    With `rollout.ranks` 0 the same without ranks of the engines' own. Where these have tools,
+    results of calls come late, in any order. "score" in `more`: compute the log-probs of all
+    sampled segments with the weights of their versions; "snapshots": take one after every step;
+    "paced": the engine, the only one, waits for new weights in the middle of the next steps'
+    completions."""
     for_this = ("score", "snapshots", "paced")
     sections = {name: value for name, value in more.items() if name not in for_this}
     learns = ADAPTERS_LEARN if "lora" in sections else LEARNS
@@ -96,6 +99,7 @@ def _store() -> dist.Store:
 
 
 def _sample(prepared: PreparedRun[Any], world: int, rank: int, device: Any, paced: bool) -> None:
+    from rlmath.rollout import engine_tools
     from rlmath.rollout.engine_loop import EngineLoop
     from rlmath.run.engine_rank import EngineRank
     from rlmath.trainer.rollouts.engines import open_engine_workers
@@ -133,7 +137,9 @@ def _sample(prepared: PreparedRun[Any], world: int, rank: int, device: Any, pace
     mesh = engine_mesh_of(config.rollout, world, rank)
     with open_engine_workers(config, mesh) as workers:
         bridge = open_worlds(device, 120.0, _store(), config.rollout.ranks)
-        engine_rank = EngineRank(prepared.on_rank(mesh, device, workers=workers, bridge=bridge))
+        context = prepared.on_rank(mesh, device, workers=workers, bridge=bridge)
+        with mock.patch.object(engine_tools, "open_sandboxes", open_late_sandboxes):
+            engine_rank = EngineRank(context)
         if paced:
             engine_rank._loop.__class__ = Paced
         steps: list[int] = []
@@ -206,7 +212,7 @@ def _unfinished_in(files: dict[str, bytes], prepared: PreparedRun[Any]) -> int:
 def _score_segments(
     trainer: Any, groups: list[list[ScoredGroup]], weights: dict[int, list[dict[str, torch.Tensor]]]
 ) -> list[tuple[list[float], list[float]]]:
-    """Log-probs of every segment by the policy of its version, which reads the whole sequence.
+    """Log-probs of every sampled segment by its version's policy, which reads the whole sequence.
 
     For one rank that trains."""
     scores = []
@@ -216,6 +222,10 @@ def _score_segments(
             sample = Sample(group.prompt.token_ids, completion.token_ids, completion.logprobs, 0.0)
             batch = pack([sample], [0], 1)
             for segment in completion.segments:
+                end = start + segment.tokens
+                if not segment.sampled:
+                    start = end
+                    continue
                 for chunk, saved in zip(
                     trainer.actor.chunks, weights[segment.policy_version], strict=True
                 ):
@@ -223,7 +233,6 @@ def _score_segments(
                         tensor.copy_(saved[name])
                 (logprobs_T,) = trainer.actor.forward_backward.logprobs([batch])
                 row = logprobs_T.tolist()[len(group.prompt.token_ids) :]
-                end = start + segment.tokens
                 scores.append((list(completion.logprobs[start:end]), row[start:end]))
                 start = end
     return scores

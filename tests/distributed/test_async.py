@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from dataclasses import replace
@@ -12,11 +13,14 @@ import pytest
 
 from rlmath.config.schema import (
     AlgorithmConfig,
+    DataConfig,
     LoraConfig,
+    PolicyConfig,
     RewardConfig,
     RunConfig,
     SelectionConfig,
     StagesConfig,
+    ToolsConfig,
     ValidationConfig,
 )
 from rlmath.data.tokenizer import completion_text, load_tokenizer
@@ -26,6 +30,7 @@ from tests.distributed.partial_rollout_cases import LONGEST, PER_STEP
 from tests.distributed.rank_pool import RankPool
 from tests.reward_by_hash import hash_of
 from tests.selection import keeping, matrix
+from tests.tool_models import make_script_model
 
 pytestmark = pytest.mark.distributed
 
@@ -290,3 +295,107 @@ def test_engines_are_given_every_setting_of_training_and_of_validation(
     assert {k: v for k, v in apart_metrics.items() if "seconds" not in k} == {
         k: v for k, v in together_metrics.items() if "seconds" not in k
     }
+
+
+# ---------------------------------------------------------------- calls of tools
+
+
+@pytest.fixture(scope="module")
+def script_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_script_model(tmp_path_factory.mktemp("script"))
+
+
+def tool_sections(place: Path) -> dict[str, Any]:
+    """Sections of a run whose completions follow the script, with calls."""
+    rows = [
+        {"prompt": f"{n}x7:", "solutions": ["42"], "query_id": f"q{n}", "task": "math"}
+        for n in range(10, 10 + cases.PROMPTS)
+    ]
+    path = place / "calls.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "data": DataConfig(
+            train_path=str(path), template="raw", prompts_per_step=PER_STEP, max_prompt_tokens=8
+        ),
+        "policy": PolicyConfig(max_tokens_per_microbatch=512),
+        "tools": ToolsConfig(
+            format="fence", max_calls=3, max_output_tokens=64, cores=1, sessions=4
+        ),
+    }
+
+
+@matrix
+@pytest.mark.parametrize(
+    ("count", "engine"),
+    [
+        pytest.param(2, {"ranks": 1}, id="1"),
+        pytest.param(3, {"ranks": 2, "tensor_parallel": 2}, id="TP2"),
+    ],
+)
+def test_with_staleness_0_a_run_with_calls_is_the_synchronous_one(
+    ranks: RankPool, script_model: Path, tmp_path: Path, count: int, engine: dict[str, int]
+) -> None:
+    """Bit by bit on engines of one rank; those of two have the same tokens, by other sums."""
+    rollout = with_engines(max_staleness=0, on_new_weights="finish", group_size=4, **engine)
+    sections = tool_sections(tmp_path)
+    (apart,) = train(ranks, count, script_model, tmp_path, 2, rollout, **sections)
+    together_rollout = with_engines(ranks=0, group_size=4)
+    (together,) = train(ranks, 1, script_model, tmp_path, 2, together_rollout, **sections)
+    calls = [
+        [call for group in step for done in group.completions for call in done.calls]
+        for step in together.groups
+    ]
+    assert all(len(step) > PER_STEP for step in calls)
+    assert {call.status for step in calls for call in step} >= {"ok", "error"}
+    if count == 2:
+        assert apart.groups == together.groups
+        name = "train/grad_norm"
+        assert [m[name] for m in apart.metrics] == [m[name] for m in together.metrics]
+    assert texts_and_calls(apart) == texts_and_calls(together)
+    for metrics in apart.metrics:
+        assert metrics["tools/calls_per_completion"] > 0
+
+
+def texts_and_calls(history: Any) -> list[Any]:
+    return [
+        (done.text, list(done.token_ids), done.calls, done.finish_reason)
+        for step in history.groups
+        for group in step
+        for done in group.completions
+    ]
+
+
+@matrix
+@pytest.mark.parametrize("on_new_weights", ["recompute", "keep"])
+def test_completions_that_wait_for_calls_go_on_with_the_new_weights(
+    ranks: RankPool, script_model: Path, tmp_path: Path, on_new_weights: str
+) -> None:
+    """With "recompute" the new weights have read all before what they sample, outputs included."""
+    rollout = with_engines(on_new_weights=on_new_weights, group_size=4)
+    sections = tool_sections(tmp_path)
+    (history,) = train(
+        ranks, 2, script_model, tmp_path, 6, rollout, score=True, snapshots=True, **sections
+    )
+    completions = [done for step in history.groups for group in step for done in group.completions]
+    assert any(call.status == "ok" for done in completions for call in done.calls)
+    behind_a_call = 0
+    for done in completions:
+        for before, segment in itertools.pairwise(done.segments):
+            if not segment.sampled:
+                assert (segment.policy_version, segment.step) == (
+                    before.policy_version,
+                    before.step,
+                ), "an output stands under the version of the token before it"
+            behind_a_call += segment.sampled and (
+                not before.sampled and segment.policy_version > before.policy_version
+            )
+    assert behind_a_call, "no completion waited for a call while new weights came"
+    assert len(prompts_of(history)) == len(set(prompts_of(history))) == 6 * PER_STEP
+    if on_new_weights == "recompute":
+        differences = [
+            max(abs(a - b) for a, b in zip(sampled, scored, strict=True))
+            for sampled, scored in history.scored
+        ]
+        assert max(differences) <= 1e-4
+    shares = [row["tools/wait_share"] for row in history.metrics if "tools/wait_share" in row]
+    assert shares and 0 < max(shares) <= 1

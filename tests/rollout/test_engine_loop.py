@@ -5,7 +5,7 @@ Weights come from a real sender; trainer and engine are threads of this process.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,13 +24,15 @@ from rlmath.algorithms.types import (
     ScoredCompletion,
     Segment,
 )
-from rlmath.config.schema import RewardConfig, RolloutConfig
+from rlmath.config.schema import RewardConfig, RolloutConfig, ToolsConfig
 from rlmath.data.dataset import Inputs
 from rlmath.data.order import PromptOrder
+from rlmath.data.tool_formats import open_format
 from rlmath.distributed.bridge import Bridge, Mailbox
 from rlmath.distributed.collectives import use_run_store
 from rlmath.distributed.mesh import Mesh
 from rlmath.rewards.reward_manager import RewardWorkers, open_reward_workers
+from rlmath.rollout.called_completions import CalledCompletions
 from rlmath.rollout.collector import CollectGroups, Collector, Rollout
 from rlmath.rollout.engine_loop import EngineLoop, Leader, SamplingPlan
 from rlmath.rollout.engine_messages import (
@@ -49,6 +51,7 @@ from rlmath.rollout.sampling import RolloutSeed, request_seed, training_sampling
 from rlmath.rollout.weight_sync.offer import OfferPlans, WeightReceiver, WeightSender
 from rlmath.rollout.weight_sync.reshard_plan import plan_sync
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
+from tests.disturbed_sandboxes import HeldSandboxes, LosingSandboxes, open_light_sandboxes
 from tests.rollout.scripted_vllm import (
     CPU,
     PROMPT_IDS,
@@ -189,14 +192,26 @@ def opened(
         )
         boxes = Mailbox(bridges[0], [1]), Mailbox(bridges[1], [0])
 
-        def open_run(mesh: Mesh = ALONE, **settings: Any) -> Run:
+        def open_run(
+            mesh: Mesh = ALONE,
+            *,
+            tools: CalledCompletions | None = None,
+            scripts: Mapping[int, list[int]] = {},
+            **settings: Any,
+        ) -> Run:
+            """`scripts` say what some seeds sample, which is `script` otherwise."""
             rollout = RolloutConfig(
                 **{"group_size": 2, "max_num_seqs": 4, "max_new_tokens": MOST} | settings,
                 progress_bar=False,
             )
             engine, llm = scripted_engine(
-                monkeypatch, script, mesh, settings=rollout, shapes=engine_shapes(SMALL, 1)
+                monkeypatch,
+                lambda seed: scripts.get(seed) or script(seed),
+                mesh,
+                settings=rollout,
+                shapes=engine_shapes(SMALL, 1),
             )
+            engine.tools = tools
             sender = WeightSender(
                 [chunk_of(SMALL, 0, LAYOUT)],
                 SMALL,
@@ -388,3 +403,246 @@ def test_what_is_asked_between_two_steps_changes_no_completion(opened: Opened, w
         seed = request_seed(2, 0, group.prompt.prompt_id, 0)
         assert list(group.completions[0].token_ids) == script(seed)
         assert group.completions[0].segments[0].policy_version == (2 if waits else 1)
+
+
+# ---------------------------------------------------------------- calls of tools
+
+TOOLS = ToolsConfig(format="fence", max_output_tokens=64, cores=1)
+FORMAT = open_format(TOKENIZER, TOOLS)
+CALL_IDS = tokens_of("```python\nn=globals().get('n',0)+1;n\n```")[:-1]
+"""It shows how many calls its session has had."""
+OUTPUT_IDS = FORMAT.outputs(CALL_IDS, FORMAT.calls_in(CALL_IDS), ["1\n"]).token_ids
+CALLING = [*CALL_IDS, *OUTPUT_IDS, *ANSWERS[1]]
+"""A completion that calls once, with what is given between."""
+LONG = tokens_of("x" * (len(CALL_IDS) + 30))
+IS_OUT = len(CALL_IDS)
+"""Steps of vLLM's after which a call is out that was begun at first."""
+NEWS = READS_AFTER * (IS_OUT // READS_AFTER + 2)
+"""A step after which messages are read, some steps after that."""
+LONGEST = 99
+
+
+@pytest.fixture
+def sandboxes() -> Iterator[HeldSandboxes]:
+    holding = HeldSandboxes(open_light_sandboxes(TOOLS))
+    yield holding
+    holding.close()
+
+
+def called_by(sandboxes: Any) -> CalledCompletions:
+    return CalledCompletions(TOOLS, FORMAT, sandboxes)
+
+
+def call_segments(version: int, step: int) -> tuple[Segment, Segment]:
+    """The segments of a call and of its output, which stands under the call's version."""
+    return (
+        Segment(len(CALL_IDS), version, step),
+        Segment(len(OUTPUT_IDS), version, step, sampled=False),
+    )
+
+
+@pytest.mark.parametrize("mode", ["recompute", "keep", "finish"])
+def test_new_weights_come_to_completions_that_decode_that_wait_for_a_call_and_that_had_one(
+    opened: Opened, sandboxes: HeldSandboxes, mode: str
+) -> None:
+    """A completion that waits has its result when the others of its group have ended.
+
+    Till then nothing else begins, as it keeps its place."""
+    decoding, waiting, resumed = seeds_of(0, 3)
+    scripts = {decoding: LONG, waiting: CALLING, resumed: CALLING}
+    sandboxes.held |= {"0/1", "0/2"}
+    run = opened(
+        tools=called_by(sandboxes),
+        scripts=scripts,
+        on_new_weights=mode,
+        group_size=3,
+        max_num_seqs=8,
+        max_new_tokens=LONGEST,
+        max_concurrent_sequences=3,
+    )
+
+    def let_one_go() -> None:
+        sandboxes.await_result("0/2")
+        sandboxes.held.remove("0/2")
+
+    run.at_step[IS_OUT + 1] = let_one_go
+    run.at_step[NEWS] = lambda: run.new_weights(4, 2)
+    run.start(Admit(0, 2, 0))
+    run.await_messages(lambda: run.steps > len(LONG) + 2)
+    assert run.versions == ([0] if mode == "finish" else [0, 2])
+    assert run.groups == {} and len(run.llm.begun) == (6 if mode == "recompute" else 4)
+    sandboxes.held.clear()
+    groups = run.await_groups([0, 1])
+    run.end()
+
+    assert tokens(groups[0]) == [LONG, CALLING, CALLING]
+    samples = groups[0].samples
+    assert [sample.score.correct for sample in samples] == [False, True, True]
+    for sample in samples[1:]:
+        (call,) = sample.completion.calls
+        assert (call.output, call.status) == ("1\n", "ok")
+    answered = NEWS - IS_OUT - 1
+    """Tokens behind the output that came first, when the weights come."""
+    segments = [sample.completion.segments for sample in samples]
+    if mode == "finish":
+        whole = (*call_segments(1, 0), Segment(LENGTH, 1, 0))
+        assert segments == [(Segment(len(LONG), 1, 0),), whole, whole]
+    else:
+        assert segments == [
+            (Segment(NEWS, 1, 0), Segment(len(LONG) - NEWS, 4, 2)),
+            (*call_segments(1, 0), Segment(LENGTH, 4, 2)),
+            (*call_segments(1, 0), Segment(answered, 1, 0), Segment(LENGTH - answered, 4, 2)),
+        ]
+    for sample in groups[1].samples:
+        assert sample.completion.segments == (Segment(LENGTH, 4, 2),)
+    assert run.versions == [0, 2]
+
+    report = run.of(WeightsTaken)[1]
+    resumed_tokens = len(CALL_IDS) + len(OUTPUT_IDS) + answered
+    new_tokens = NEWS + 2 * IS_OUT + answered
+    if mode == "finish":
+        new_tokens = len(LONG) + 2 * (IS_OUT + LENGTH)
+    assert report.new_tokens == new_tokens
+    assert report.running * (len(LONG) + LENGTH if mode == "finish" else NEWS) == pytest.approx(
+        new_tokens
+    )
+    assert report.interrupted == (0 if mode == "finish" else 3)
+    prefilled = {"recompute": NEWS + IS_OUT + resumed_tokens, "keep": IS_OUT, "finish": 0}
+    assert report.prefilled_again_tokens == prefilled[mode]
+    assert (report.waiting_seconds > 0) == (mode == "finish")
+    if mode == "keep":
+        salts = [request.prompt["cache_salt"] for request in run.llm.begun]
+        assert salts == ["1"] * 4 + ["4"] * 4, "what waited begins under the new version"
+
+
+@pytest.mark.parametrize("mode", ["recompute", "keep", "finish"])
+def test_new_weights_come_while_all_completions_wait_for_calls(
+    opened: Opened, sandboxes: HeldSandboxes, mode: str
+) -> None:
+    """They are reported with the first token that they sample; with "finish" they wait, too."""
+    (seed,) = seeds_of(0, 1)
+    sandboxes.held.add("0/0")
+    run = opened(
+        tools=called_by(sandboxes),
+        scripts={seed: CALLING},
+        on_new_weights=mode,
+        group_size=1,
+        max_new_tokens=LONGEST,
+    )
+    run.at_step[IS_OUT + 1] = lambda: run.new_weights(4, 2)
+    versions = [0, 2]
+    if mode != "finish":
+        run.at_step[IS_OUT + 4] = lambda: run.new_weights(6, 3)
+        versions.append(3)
+    run.start(Admit(0, 1, 0))
+    run.await_messages(lambda: run.steps > IS_OUT + 6)
+    assert run.versions == ([0] if mode == "finish" else versions)
+    assert len(run.of(WeightsTaken)) == 1
+    sandboxes.held.clear()
+    groups = run.await_groups([0])
+    run.await_messages(lambda: run.versions == versions)
+    run.end()
+    (sample,) = groups[0].samples
+    assert list(sample.completion.token_ids) == CALLING
+    last = Segment(LENGTH, 1, 0) if mode == "finish" else Segment(LENGTH, 6, 3)
+    assert sample.completion.segments == (*call_segments(1, 0), last)
+    if mode == "finish":
+        return
+    _, report = run.of(WeightsTaken)
+    assert (report.version, report.interrupted) == (6, 1)
+    assert report.prefilled_again_tokens == len(CALL_IDS)
+    assert 0 < report.waiting_seconds < report.seconds
+
+
+def test_what_is_asked_while_a_call_runs_changes_no_completion(
+    opened: Opened, sandboxes: HeldSandboxes
+) -> None:
+    """A validation's completion has the same name, calls too, and waits as the first has its result."""
+    decoding, waiting = seeds_of(0)
+    validated = request_seed(2, 0, "q0", 1)
+    scripts = {decoding: LONG, waiting: CALLING, validated: CALLING}
+    sandboxes.held.add("0/1")
+    run = opened(
+        tools=called_by(sandboxes),
+        scripts=scripts,
+        max_new_tokens=LONGEST,
+        max_concurrent_sequences=2,
+    )
+    collection = CollectGroups(
+        PROMPTS[:1], training_sampling(RolloutConfig(group_size=2)), RolloutSeed(2, 0), ""
+    )
+
+    def ask() -> None:
+        for message in (TakeSnapshot(), ScoreTokens([[1, 2, 3]]), collection):
+            run.box.send(1, message)
+
+    run.at_step[NEWS] = ask
+
+    def let_go() -> None:
+        sandboxes.await_result("0/1")
+        sandboxes.held.clear()
+
+    run.at_step[NEWS + IS_OUT] = let_go
+    run.start(Admit(0, 1, 0))
+    groups = run.await_groups([0])
+    run.end()
+    assert tokens(groups[0]) == [LONG, CALLING]
+    (snapshot,) = run.of(Snapshot)
+    assert [list(sample.token_ids) for sample in snapshot.samples[0]] == [LONG[:NEWS], CALL_IDS]
+    assert not any(sample.calls for sample in snapshot.samples[0])
+    assert run.of(Scored) == [Scored(0, [[-2 / 8, -3 / 8]])]
+    (rollout,) = run.of(Rollout)
+    ((_, calling),) = (group.completions for group in rollout.groups)
+    assert list(calling.token_ids) == CALLING
+    outputs = [calling.calls[0].output, groups[0].samples[1].completion.calls[0].output]
+    assert outputs == ["1\n", "1\n"], "each has a session of its own"
+
+
+def test_a_completion_of_an_earlier_start_that_ends_in_a_call_calls_again(
+    opened: Opened, sandboxes: HeldSandboxes
+) -> None:
+    """One that was in the middle of its call goes on with that."""
+    calling, in_a_call = seeds_of(5)
+    parts = [
+        PartialCompletion(CALL_IDS[:most], (-1.0,) * most, (Segment(most, 0, 0),))
+        for most in (len(CALL_IDS), 4)
+    ]
+    run = opened(
+        tools=called_by(sandboxes),
+        scripts={calling: CALLING, in_a_call: CALLING},
+        max_new_tokens=LONGEST,
+        max_concurrent_sequences=2,
+    )
+    run.start(Continue([UnfinishedGroup(5, 2, tuple(parts))], 0), Admit(6, 6, 0))
+    groups = run.await_groups([5])
+    run.end()
+    assert tokens(groups[5]) == [CALLING, CALLING]
+    first, second = (sample.completion for sample in groups[5].samples)
+    assert first.segments == (*call_segments(0, 0), Segment(LENGTH, 1, 0))
+    assert second.segments == (
+        Segment(4, 0, 0),
+        *(
+            Segment(len(CALL_IDS) - 4, 1, 0),
+            Segment(len(OUTPUT_IDS), 1, 0, sampled=False),
+            Segment(LENGTH, 1, 0),
+        ),
+    )
+
+
+def test_a_completion_that_loses_its_call_ends_and_its_group_is_done(opened: Opened) -> None:
+    """Its reason is told; the other one of its group is as without it."""
+    losing, calling = seeds_of(0)
+    losing_sandboxes = LosingSandboxes(open_light_sandboxes(TOOLS), "0/0")
+    run = opened(
+        tools=called_by(losing_sandboxes),
+        scripts={losing: CALLING, calling: CALLING},
+        max_new_tokens=LONGEST,
+    )
+    run.start(Admit(0, 1, 0))
+    groups = run.await_groups([0])
+    run.end()
+    losing_sandboxes.close()
+    lost, judged = (sample.completion for sample in groups[0].samples)
+    assert lost.is_lost and list(lost.token_ids) == CALL_IDS
+    assert "killed" in lost.calls[-1].output
+    assert list(judged.token_ids) == CALLING and judged.finish_reason == "stop"

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlmath.algorithms.types import NOTHING_SAMPLED, Completion, PartialCompletion, Prompt
+from rlmath.algorithms.types import (
+    NOTHING_SAMPLED,
+    Completion,
+    FinishReason,
+    PartialCompletion,
+    Prompt,
+)
 from rlmath.config.schema import RewardConfig
 from rlmath.rewards.reward_manager import open_reward_workers
 from rlmath.rollout.engine_messages import GroupDone
@@ -18,8 +24,8 @@ def most_different(completions, solutions, row):
 """
 
 
-def completion(index: int, text: str) -> Completion:
-    return Completion(index, (7,), (-0.5,), text, "stop", policy_version=0)
+def completion(index: int, text: str, reason: FinishReason = "stop") -> Completion:
+    return Completion(index, (7,), (-0.5,), text, reason, policy_version=0)
 
 
 def request(draw: int, index: int, so_far: PartialCompletion = NOTHING_SAMPLED) -> Request:
@@ -78,3 +84,27 @@ def test_a_function_of_groups_gets_a_group_that_is_sampled_whole(tmp_path: Path)
         assert groups.queued_scores == 2
         groups.finish_scored(wait=True)
     assert [sample.score.reward for sample in done[0].samples] == [2.0, 2.0]
+
+
+def test_a_function_of_groups_is_not_given_what_is_lost(tmp_path: Path) -> None:
+    """A group of which nothing is left is done at once."""
+    (tmp_path / "group_reward.py").write_text(GROUP_REWARD, encoding="utf-8")
+    reward = RewardConfig(
+        function=f"{tmp_path}/group_reward.py:most_different", function_takes="group"
+    )
+    done: list[GroupDone] = []
+    with open_reward_workers(reward) as workers:
+        groups = GroupsInFlight(workers, reward, on_done=done.append)
+        groups.expect_lengths(9)
+        groups.add(0, PROMPT, [NOTHING_SAMPLED] * 3)
+        groups.add(1, PROMPT, [NOTHING_SAMPLED])
+        groups.score(request(0, 2), completion(2, "b"))
+        groups.score(request(0, 0), completion(0, "c", "lost"))
+        groups.score(request(0, 1), completion(1, "a"))
+        groups.score(request(1, 0), completion(0, "c", "lost"))
+        assert [group.draw for group in done] == [1]
+        groups.finish_scored(wait=True)
+        assert list(groups) == []
+    assert [group.draw for group in done] == [1, 0]
+    rewards = [sample.score.reward for sample in done[1].samples if not sample.completion.is_lost]
+    assert rewards == [2.0, 2.0]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from rlmath.algorithms.types import (
     Score,
     ScoredCompletion,
     Segment,
+    ToolCall,
 )
 from rlmath.checkpoint.hf.run_shapes import read_run_shapes
 from rlmath.checkpoint.unfinished_groups import UNFINISHED, read_unfinished
@@ -35,6 +36,7 @@ from rlmath.config.schema import (
     RolloutConfig,
     RunConfig,
     StagesConfig,
+    ToolsConfig,
 )
 from rlmath.data.dataset import load_inputs
 from rlmath.data.order import Rollback, seed_after
@@ -69,6 +71,7 @@ def report(
         transfer_seconds=0.5,
         seconds=seconds,
         busy_seconds=busy,
+        waiting_seconds=0.25,
         new_tokens=tokens,
         interrupted=2,
         prefilled_again_tokens=10,
@@ -126,20 +129,22 @@ def ends(process_group: None) -> Iterator[tuple[Mailbox, Mailbox]]:
         list(threads.map(Mailbox.close, boxes))
 
 
-def done(draw: int, step: int) -> GroupDone:
+def done(draw: int, step: int, lost: Collection[int] = ()) -> GroupDone:
     """A group that an engine has sampled with the weights of a step.
 
-    Its completions have one token more than the number of its draw."""
+    Its completions have one token more than the number of its draw; some have lost their calls."""
     tokens = (5,) * (draw + 1)
     logprobs = (-0.5,) * (draw + 1)
-    samples = tuple(
-        ScoredCompletion(
-            Completion(
-                g, tokens, logprobs, "", "stop", 2 * step, (Segment(draw + 1, 2 * step, step),)
-            ),
-            Score(float(g), bool(g), "", "string"),
-        )
+    completions = [
+        Completion(g, tokens, logprobs, "", "stop", 2 * step, (Segment(draw + 1, 2 * step, step),))
         for g in range(GROUP)
+    ]
+    for g in lost:
+        call = ToolCall("1", "its sandbox was killed\n", "lost", position=0)
+        completions[g] = replace(completions[g], finish_reason="lost", calls=(call,))
+    samples = tuple(
+        ScoredCompletion(completion, Score(float(g), bool(g), "", "string"))
+        for g, completion in enumerate(completions)
     )
     return GroupDone(draw, samples)
 
@@ -161,7 +166,9 @@ class Engine:
         return self._messages.popleft()
 
 
-def asynchronous(tmp_path: Path, model: Path, connection: EngineConnection) -> AsynchronousRollouts:
+def asynchronous(
+    tmp_path: Path, model: Path, connection: EngineConnection, **sections: Any
+) -> AsynchronousRollouts:
     rows = [{"question": f"{n}+1", "answer": n + 1, "id": f"q{n}"} for n in range(20)]
     file = tmp_path / "train.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -175,6 +182,7 @@ def asynchronous(tmp_path: Path, model: Path, connection: EngineConnection) -> A
         rollout=RolloutConfig(
             ranks=1, group_size=GROUP, max_staleness=STALENESS, max_new_tokens=60
         ),
+        **sections,
     )
     shape = shape_of(model)
     inputs = load_inputs(config, shape)
@@ -418,3 +426,39 @@ def test_a_group_that_no_engine_should_have_sampled_ends_the_run(
     complete(engine, connection, arrived, step=0)
     with pytest.raises(RuntimeError, match=rf"engines sampled draws \[{told}\] twice"):
         rollouts.step(0, length_stages(rollouts._config, 5)[0])
+
+
+def test_lost_completions_leave_their_groups_and_many_end_the_run(
+    tmp_path: Path,
+    tied_model: Path,
+    ends: tuple[Mailbox, Mailbox],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Two of six are told; five of six are too many."""
+    engine = Engine(ends[1])
+    connection = connected(ends[0])
+    rollouts = asynchronous(tmp_path, tied_model, connection)
+    stages = length_stages(rollouts._config, 5)
+    engine.send(done(0, 0, lost=[1]), done(1, 0, lost=[0]), done(2, 0))
+    first = rollouts.step(0, stages[0])
+    rollouts.commit()
+    assert "2 of 2 completions with calls are lost" in caplog.text
+    assert "its sandbox was killed" in caplog.text and "They leave their groups" in caplog.text
+    assert [score.reward for score in first.scores] == [0.0, 1.0, 0.0, 1.0]
+    assert [list(chosen.samples) for chosen in first.selection.chosen] == [[0], [1], [0, 1]]
+    engine.send(done(3, 1, lost=[0, 1]), done(4, 1, lost=[0, 1]), done(5, 1, lost=[0]))
+    with pytest.raises(RuntimeError, match="5 of 5 completions with calls are lost"):
+        rollouts.step(1, stages[1])
+
+
+@pytest.mark.parametrize("has_tools", [False, True])
+def test_with_tools_a_step_tells_how_long_its_engines_only_waited_for_calls(
+    tmp_path: Path, tied_model: Path, ends: tuple[Mailbox, Mailbox], has_tools: bool
+) -> None:
+    engine = Engine(ends[1])
+    tools = ToolsConfig(format="fence" if has_tools else None)
+    rollouts = asynchronous(tmp_path, tied_model, connected(ends[0]), tools=tools)
+    reports = [report(1.0, 0.5, 100, 0.2), report(4.0, 0.5, 100, 0.2, waiting_seconds=1.75)]
+    engine.send(*(entry.taken for entry in reports), *(done(draw, 0) for draw in range(3)))
+    metrics = rollouts.step(0, length_stages(rollouts._config, 5)[0]).metrics
+    assert metrics.get("tools/wait_share") == (0.4 if has_tools else None)

@@ -37,6 +37,7 @@ from rlmath.config.length_curriculum import LengthStage
 from rlmath.distributed.bridge import Mailbox
 from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.mesh import Mesh
+from rlmath.rollout.called_completions import check_lost
 from rlmath.rollout.collector import CollectGroups, Rollout
 from rlmath.rollout.engine_messages import (
     Admit,
@@ -94,6 +95,11 @@ class EngineConnection:
         """First ranks of the engines."""
         self._done: list[GroupDone] = []
         self._reports: list[EngineReport] = []
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
+        return self._mesh.rank == 0
 
     def send(self, message: object) -> None:
         """Send a message to all engines."""
@@ -210,6 +216,7 @@ class AsynchronousRollouts(RolloutsWithUnfinished):
         leaving_groups = self._wait(unfinished, number, stage)
         waited = time.perf_counter() - started
         taken = self._take(number, leaving_groups, unfinished)
+        self._check_lost()
         reports = self._engines.reports()
         ended = time.perf_counter()
         seconds = ended - (self._since or started)
@@ -222,6 +229,8 @@ class AsynchronousRollouts(RolloutsWithUnfinished):
         }
         metrics |= staleness_metrics(taken.selection.learned, number, self._limits.max_staleness)
         metrics |= engine_report_metrics(reports, len(self._engines.leaders))
+        if reports and self._config.tools.format is not None:
+            metrics["tools/wait_share"] = _wait_share(reports)
         return replace(taken, metrics=metrics)
 
     def files(self) -> dict[str, bytes]:
@@ -280,6 +289,21 @@ class AsynchronousRollouts(RolloutsWithUnfinished):
         unfinished.groups = left_behind(unfinished, leaving_groups)
         return replace(leaving_groups, waits=waits)
 
+    def _check_lost(self) -> None:
+        """Warn of completions of the step that lost their calls; RuntimeError where many did."""
+        calling = [
+            completion
+            for group in self._sampled
+            for completion in group.completions
+            if completion.calls
+        ]
+        check_lost(
+            [completion.calls[-1].output for completion in calling if completion.is_lost],
+            calling=len(calling),
+            outcome="They leave their groups",
+            tells=self._engines.is_first,
+        )
+
     def _keep(self, unfinished: UnfinishedGroups, arrived: Sequence[GroupDone]) -> None:
         """Keep the groups that engines have completed.
 
@@ -294,6 +318,12 @@ class AsynchronousRollouts(RolloutsWithUnfinished):
             replace(group, samples=done.get(group.draw, group.samples))
             for group in unfinished.groups
         ]
+
+
+def _wait_share(reports: Sequence[EngineReport]) -> float:
+    """The share of the engines' time in which they only waited for calls (0 to 1)."""
+    seconds = sum(report.taken.seconds for report in reports)
+    return sum(report.taken.waiting_seconds for report in reports) / seconds if seconds else 0.0
 
 
 def engine_report_metrics(reports: Sequence[EngineReport], engines: int) -> dict[str, float]:

@@ -381,7 +381,7 @@ class RolloutsWithUnfinished(StepRollouts):
         return StepRollout(
             Selection(sampled, leaving_groups.chosen, self._limits.groups_per_step),
             rounds=[],
-            scores=[score for group in sampled for score in group.scores],
+            scores=[score for group in sampled for score in group.judged.scores],
             sampled_tokens=sum(map(tokens_of, leaving_groups.groups)),
             metrics={"rollout/groups_in_flight": float(len(left.groups))},
         )
