@@ -37,6 +37,7 @@ from rlmath.checkpoint.unfinished_groups import (
     TokenReader,
     read_call,
     read_count,
+    read_figures,
     read_score,
     read_segments,
     read_text,
@@ -186,6 +187,7 @@ def _group_row(group: ScoredGroup, samples: Sequence[int]) -> dict[str, Any]:
                 "finish_reason": completion.finish_reason,
                 "segments": segment_rows(completion.segments),
                 **({"calls": list(map(asdict, completion.calls))} if completion.calls else {}),
+                **({"figures": list(completion.figures)} if completion.figures else {}),
                 "score": asdict(score),
             }
             for completion, score in zip(group.completions, group.scores, strict=True)
@@ -318,4 +320,5 @@ def _read_completion(index: int, row: Any, tokens: TokenReader) -> Completion:
         policy_version=segments[-1].policy_version,
         segments=segments,
         calls=tuple(map(read_call, row.get("calls", ()))),
+        figures=read_figures(row),
     )

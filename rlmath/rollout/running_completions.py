@@ -5,7 +5,8 @@
               interrupt |       | begin
                         |       v
     Request -- begin -> decoding ----> finished: a stop token, or `max_new_tokens`; its text, then `score`
-        ^                  |  <---> called: a tool's code runs, then its output is behind the tokens
+        ^                  |  <---> called: a tool's code runs, then its output is behind the tokens;
+        |                  |        or a finished answer is told something (`finished_turns`)
         |                  v
         +-- begin -- unfinished: `slice_tokens` are sampled
 
@@ -41,6 +42,7 @@ from rlmath.config.schema import RolloutConfig
 from rlmath.data.tokenizer import completion_text
 from rlmath.rollout.called_completions import CalledCompletions, FoundCalls
 from rlmath.rollout.engine_adapters import adapter_request
+from rlmath.rollout.finished_turns import FinishedTurns
 from rlmath.rollout.sampling import Key, Request
 
 _NAMES = itertools.count()
@@ -155,7 +157,7 @@ class RunningCompletions:
         score: Callable[[Request, Completion], None] = lambda request, completion: None,
         on_step: Callable[[], None] = lambda: None,
         keeps_cache: bool = False,
-        tools: CalledCompletions | None = None,
+        tools: CalledCompletions | FinishedTurns | None = None,
         routes_of: Callable[[str, int, int], Tensor] | None = None,
     ) -> None:
         """`settings` give the distribution where a request does not set its own.
@@ -164,7 +166,8 @@ class RunningCompletions:
         a tokenizer, as on ranks that do not lead their engine, neither happens. `score` gets the
         request, whose `so_far` may lack the last tokens. `on_step` is called before each step. With
         `keeps_cache`, completions keep their KV cache when new weights come: those begun later do
-        not share its blocks. `tools` answer calls; nothing of the engine may be waiting for one.
+        not share its blocks. `tools` answer calls, or finished turns; nothing of the engine may be
+        waiting for one.
         `routes_of` gives the experts of a request's tokens from the first to the end of a range, by
         its name, which must all be of these weights: no completion is interrupted."""
         self._core = llm.llm_engine.engine_core
@@ -282,7 +285,7 @@ class RunningCompletions:
             decoding.drop_behind(calls.tokens)
             request = decoding.request.with_more(decoding.sampled(self.weights))
             if not self._tools.submit(request, calls.calls):
-                yield self._finish(request, request.so_far, "length")
+                yield self._finish(request, request.so_far, self._tools.unanswered)
 
     def _abort(self, names: Iterable[str]) -> None:
         """Take requests out of vLLM, one by one.
@@ -294,7 +297,7 @@ class RunningCompletions:
     def _resume_called(self) -> list[Ended]:
         """Begin completions again whose calls are answered.
 
-        Returns those that have ended: they are lost, or at the end of their slice."""
+        Returns those that have ended: they are lost, over, or at the end of their slice."""
         if self._tools is None:
             return []
         is_idle = not self.busy
@@ -307,6 +310,8 @@ class RunningCompletions:
         for answered in answers:
             if answered.is_lost:
                 ended.append(self._finish(answered.request, answered.request.so_far, "lost"))
+            elif answered.is_over:
+                ended.append(self._finish(answered.request, answered.request.so_far, "stop"))
             elif answered.request.slice_tokens == 0:
                 ended.append(self._leave(answered.request))
             else:
