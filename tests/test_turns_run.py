@@ -163,13 +163,14 @@ def test_an_environment_answers_turns_in_training_and_validation(place: Path) ->
         "telemetry.capture_steps=[]",
         folder="environment",
     )
-    assert "3 of 90 completions are lost, as environment.function failed in three" in console
     assert "RuntimeError: no licence" in console
     folder = place / "environment"
     (row,) = metric_rows(folder)
     completions = sampled(folder, 1)
     lost = [completion for completion in completions if completion["finish_reason"] == "lost"]
-    assert len(lost) == row["turns/lost_completions"] == 3
+    assert 1 <= len(lost) == row["turns/lost_completions"] <= 3
+    assert row["n_seqs"] == len(completions) - len(lost)
+    assert f"{len(lost)} of 90 completions are lost, as environment.function failed" in console
     calls = [
         call
         for completion in completions
@@ -186,7 +187,10 @@ LONG_TAIL = (
     "turns.feedback=verdict",
     "rollout.tail=carry",
     "rollout.group_size=2",
-    "rollout.slice_tokens=3",
+    "rollout.max_new_tokens=12",
+    "rollout.slice_tokens=2",
+    "turns.max=5",
+    "policy.max_tokens_per_microbatch=1024",
     "rollout.max_staleness=3",
     "algorithm.recompute_logprobs=true",
     "algorithm.importance_correction=token",

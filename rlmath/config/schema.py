@@ -511,7 +511,7 @@ class ToolsConfig:
 
 @dataclass(frozen=True)
 class TurnsConfig:
-    """Further turns of a completion, behind finished answers, without tools; see docs/turns.md."""
+    """Further turns behind finished answers; see docs/turns.md."""
 
     feedback: str | None = None
     """What a wrong answer is told, so that the model may give another: "verdict", how it was
@@ -526,7 +526,7 @@ class TurnsConfig:
 
 @dataclass(frozen=True)
 class EnvironmentConfig:
-    """A function of yours that answers a completion's turns; see docs/turns.md."""
+    """A function of yours that answers turns; see docs/turns.md."""
 
     function: Annotated[str, TakesFunction("environment")] | None = None
     """Function of yours, "package.module:function", or the name of one that is registered, that

@@ -63,8 +63,8 @@ class FeedbackTokens:
     def behind(self, prompt: str, text: str) -> ShownOutputs:
         """What stands behind an answer to a prompt: the text, cut where it is too long."""
         chat = self.chat if self.is_chat(prompt) else None
-        shown, _ = shown_text(text, 0, self._most_characters)
-        return (chat or self.plain).outputs((), [SampledCall("")], [shown])
+        visible, _ = shown_text(text, 0, self._most_characters)
+        return (chat or self.plain).outputs((), [SampledCall("")], [visible])
 
 
 def check_feedback(

@@ -307,7 +307,7 @@ class Collector:
             self._reward,
             max_new_tokens,
             validates=validates,
-            discount=1.0 if self._turns is None else self._turns.settings.discount,
+            discount=1.0 if self._turns is None else self._turns.discount,
         )
 
     def _sample(

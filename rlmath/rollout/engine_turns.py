@@ -30,7 +30,8 @@ class EngineTurns:
         tokens: FeedbackTokens | None,
     ) -> None:
         """The engine's leader has `tokens`; it starts the workers of the user's function."""
-        self.settings = config.turns
+        self.discount = config.turns.discount
+        self._settings = config.turns
         self._mesh = mesh
         self._stop_token_ids = stop_token_ids
         self._tokens = tokens
@@ -55,10 +56,10 @@ class EngineTurns:
         answers: TurnAnswers | None = None
         if self._pool is not None:
             answers = Environment(self._pool)
-        elif rewards is not None and self.settings.feedback is not None:
-            answers = Feedback(rewards, self.settings.feedback)
+        elif rewards is not None and self._settings.feedback is not None:
+            answers = Feedback(rewards, self._settings.feedback)
         return FinishedTurns(
-            self.settings,
+            self._settings,
             self._stop_token_ids,
             answers=answers,
             tokens=self._tokens,

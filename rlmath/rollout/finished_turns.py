@@ -282,17 +282,17 @@ class FinishedTurns:
             if outcome.score is not None:
                 self.scores[key] = outcome.score
             return _Reply(figures=outcome.figures)
-        shown = self._tokens.behind(prompt, outcome.text)
+        output = self._tokens.behind(prompt, outcome.text)
         call = ToolCall(
             "",
-            shown.texts[0],
+            output.texts[0],
             FEEDBACK,
             position=len(text + line_end(text)),
             seconds=seconds,
-            is_cut=shown.are_cut[0],
+            is_cut=output.are_cut[0],
             ends_turn=self._tokens.is_chat(prompt),
         )
-        return _Reply(call, shown.token_ids, figures=outcome.figures)
+        return _Reply(call, output.token_ids, figures=outcome.figures)
 
     def _answer(self, key: Key, reply: _Reply) -> Answered:
         request = self._waiting.pop(key).request

@@ -76,7 +76,7 @@ def answer(text: str, end: int = END) -> list[int]:
 
 def sampled(
     turns: FinishedTurns,
-    *answers: Sequence[int],
+    answers: Sequence[Sequence[int]],
     prompt: Prompt = PLAIN,
     most: int = 999,
     slice_tokens: int | None = None,
@@ -84,7 +84,8 @@ def sampled(
 ) -> tuple[Ended, Completion | None]:
     """(how a completion ends whose turns are these, the completion that is scored)."""
     scored: list[Completion] = []
-    core = Core(*({1: list(token_ids)} for token_ids in answers))
+    steps = [{1: list(token_ids)} for token_ids in answers]
+    core = Core(*steps)
     running = running_of(core, turns, TOKENIZER)  # type: ignore[arg-type]
     running._score = lambda request, completion: scored.append(completion)
     asked = Request((0, 0), prompt.token_ids, 1, min_new_tokens=0, max_new_tokens=most)
@@ -117,13 +118,13 @@ VERDICT = TurnsConfig(feedback="verdict", max=3)
 def test_a_wrong_answer_is_told_so_until_one_is_right(scorer: RewardWorkers) -> None:
     turns = turns_of(replace(VERDICT, max=4), scorer, discount=0.5)
     texts = ("So \\boxed{41}", "I say", "So \\boxed{42}")
-    ended, scored = sampled(turns, *map(answer, texts))
+    ended, scored = sampled(turns, list(map(answer, texts)))
     assert scored == ended.completion
-    told = "The answer 41 is not right. Try again.", "No final answer was found. Try again."
-    assert [call.output for call in scored.calls] == list(told)
+    sentences = ["The answer 41 is not right. Try again.", "No final answer was found. Try again."]
+    assert [call.output for call in scored.calls] == sentences
     assert {call.status for call in scored.calls} == {FEEDBACK}
     assert TOKENIZER.decode(scored.token_ids, skip_special_tokens=False) == (
-        f"So \\boxed{{41}}<|endoftext|>\n{told[0]}\nI say<|endoftext|>\n{told[1]}\n"
+        f"So \\boxed{{41}}<|endoftext|>\n{sentences[0]}\nI say<|endoftext|>\n{sentences[1]}\n"
         "So \\boxed{42}<|endoftext|>"
     )
     assert scored.turns == ["So \\boxed{41}\n", "I say\n", "So \\boxed{42}"]
@@ -131,25 +132,26 @@ def test_a_wrong_answer_is_told_so_until_one_is_right(scorer: RewardWorkers) -> 
     assert scored.finish_reason == "stop" and scored.retries == 2
     assert scored.n_sampled == sum(len(answer(text)) for text in texts)
     assert [segment.sampled for segment in scored.segments] == [True, False, True, False, True]
-    given = [p for p, own in zip(scored.logprobs, scored.sampled or (), strict=True) if not own]
-    assert set(given) == {0.0}
+    assert scored.sampled is not None
+    pairs = zip(scored.logprobs, scored.sampled, strict=True)
+    assert {logprob for logprob, is_sampled in pairs if not is_sampled} == {0.0}
     score = turns.scores[0, 0]
     assert score.correct and score.reward == SCALE / 4
 
 
 def test_a_right_answer_ends_at_once_and_the_last_one_is_not_told(scorer: RewardWorkers) -> None:
     turns = turns_of(VERDICT, scorer)
-    _, scored = sampled(turns, answer("\\boxed{42}"))
+    _, scored = sampled(turns, [answer("\\boxed{42}")])
     assert scored is not None and scored.calls == () and turns.scores[0, 0].reward == SCALE
     wrong = answer("\\boxed{7}")
-    _, scored = sampled(turns_of(VERDICT, scorer), wrong, wrong, wrong)
+    _, scored = sampled(turns_of(VERDICT, scorer), [wrong] * 3)
     assert scored is not None and scored.retries == 2 and scored.finish_reason == "stop"
 
 
 def test_any_other_text_is_told_as_it_stands(scorer: RewardWorkers) -> None:
     text = "Your answer is either wrong or not parsable. Please try again."
     turns = turns_of(TurnsConfig(feedback=text), scorer)
-    _, scored = sampled(turns, answer("\\boxed{7}"), answer("\\boxed{8}"))
+    _, scored = sampled(turns, [answer("\\boxed{7}"), answer("\\boxed{8}")])
     assert scored is not None and [call.output for call in scored.calls] == [text]
     assert not turns.scores, "nobody judged the last answer"
 
@@ -174,7 +176,7 @@ def test_an_answer_that_uses_all_tokens_up_is_finished_and_is_told_nothing(
     scorer: RewardWorkers,
 ) -> None:
     wrong = answer("\\boxed{7}")
-    _, scored = sampled(turns_of(VERDICT, scorer), wrong, most=len(wrong))
+    _, scored = sampled(turns_of(VERDICT, scorer), [wrong], most=len(wrong))
     assert scored is not None and scored.calls == () and scored.finish_reason == "stop"
 
 
@@ -189,10 +191,10 @@ def test_what_is_cut_off_is_no_answer(scorer: RewardWorkers) -> None:
 def test_a_slice_that_ends_with_an_answer_is_told_first(scorer: RewardWorkers) -> None:
     wrong = answer("\\boxed{7}")
     turns = turns_of(VERDICT, scorer)
-    ended, scored = sampled(turns, wrong, slice_tokens=len(wrong))
+    ended, scored = sampled(turns, [wrong], slice_tokens=len(wrong))
     assert scored is None and isinstance(ended.completion, PartialCompletion)
     assert len(ended.completion.calls) == 1 and not ended.completion.segments[-1].sampled
-    _, scored = sampled(turns, answer("\\boxed{42}"), so_far=ended.completion)
+    _, scored = sampled(turns, [answer("\\boxed{42}")], so_far=ended.completion)
     assert scored is not None and scored.retries == 1
     assert scored.answer_text == "\\boxed{42}" and turns.scores[0, 0].correct
 
@@ -202,7 +204,7 @@ def test_in_a_chat_the_sampled_end_of_a_turn_is_neither_doubled_nor_lost(
 ) -> None:
     turns = turns_of(VERDICT, scorer, CHATTED)
     right = answer("\\boxed{42}", CHAT_END)
-    _, scored = sampled(turns, answer("\\boxed{7}", CHAT_END), right, prompt=CHATTED)
+    _, scored = sampled(turns, [answer("\\boxed{7}", CHAT_END), right], prompt=CHATTED)
     assert scored is not None
     assert CHAT.decode(scored.token_ids, skip_special_tokens=False) == (
         "\\boxed{7}<|im_end|>\n<|im_start|>user\nThe answer 7 is not right. Try again.<|im_end|>\n"
@@ -211,7 +213,7 @@ def test_in_a_chat_the_sampled_end_of_a_turn_is_neither_doubled_nor_lost(
     assert all(call.ends_turn for call in scored.calls) and scored.earlier_text == ""
 
     turns = turns_of(VERDICT, scorer, CHATTED)
-    _, scored = sampled(turns, answer("\\boxed{7}", END), prompt=CHATTED)
+    _, scored = sampled(turns, [answer("\\boxed{7}", END)], prompt=CHATTED)
     assert scored is not None and scored.calls == () and not turns.scores[0, 0].correct
 
 
@@ -275,12 +277,12 @@ def test_an_environment_says_what_follows_every_turn(place: Path, validates: boo
     engine_turns = environment(place, "hints")
     turns = engine_turns.of_rollout(lambda key: PLAIN, None, validates)
     assert turns is not None
-    _, scored = sampled(turns, answer("41"), answer("40"), answer("42"))
+    _, scored = sampled(turns, list(map(answer, ("41", "40", "42"))))
     assert scored is not None
     assert [call.output for call in scored.calls] == ["Hint 1: not '41'", "Hint 2: not '40'"]
     assert scored.figures == (("hints", 1.0), ("hints", 1.0), ("turns", 3.0))
     assert scored.answer_text == "42" and not turns.scores
-    _, scored = sampled(turns, answer("1"), answer("2"), answer("3"))
+    _, scored = sampled(turns, list(map(answer, "123")))
     assert scored is not None and scored.retries == 2 and scored.finish_reason == "stop"
     assert len(scored.figures) == 3, "it is asked of the last turn, too"
     engine_turns.close()
@@ -295,10 +297,10 @@ def test_a_function_that_fails_three_times_loses_the_completion(
     engine_turns = environment(place, "breaks", seconds=0.5)
     turns = engine_turns.of_rollout(lambda key: PLAIN, None, validates=False)
     assert turns is not None
-    ended, scored = sampled(turns, answer(text))
+    ended, scored = sampled(turns, [answer(text)])
     assert isinstance(ended.completion, Completion) and ended.completion.is_lost
     assert reason in ended.completion.calls[-1].output
-    _, scored = sampled(turns, answer("42"))
+    _, scored = sampled(turns, [answer("42")])
     assert scored is not None and not scored.is_lost
     engine_turns.close()
 

@@ -183,8 +183,8 @@ def test_what_turns_do_not_go_with_is_refused(overrides: list[str], told: str) -
 
 def test_settings_without_turns_have_no_effect() -> None:
     config = load_config([], [*PATHS, "turns.max=3", "environment.workers=2"])
-    told = list(without_effect(config, ["turns.max", "environment.workers"]))
-    assert told == [
+    texts = list(without_effect(config, ["turns.max", "environment.workers"]))
+    assert texts == [
         "turns.max: no effect without turns.feedback and without environment.function.",
         "environment.workers: no effect without environment.function.",
     ]
@@ -204,8 +204,8 @@ def test_a_measure_in_an_environment_is_none_without_it(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def hints(texts, row, turn):\n    return None\n")
     config = load_config([], [*PATHS, f"environment.function={tmp_path}/own.py:hints"])
     assert _measure(config)["environment"]["max"] == 2
-    told = load_config([], [*PATHS, "turns.feedback=verdict"])
-    assert _measure(told) == _measure(load_config([], PATHS)), "validation has no feedback"
+    feedback = load_config([], [*PATHS, "turns.feedback=verdict"])
+    assert _measure(feedback) == _measure(load_config([], PATHS)), "validation has no feedback"
 
 
 def test_an_evaluation_of_a_model_in_an_environment_is_refused(tmp_path: Path) -> None:
