@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def problem_rows(first: int, count: int) -> str:
     return "".join(f"{json.dumps(row)}\n" for row in rows)
 
 
-def train(place: Path, steps: int, *more: str, folder: str) -> str:
+def train(place: Path, steps: int, more: Sequence[str], folder: str) -> str:
     """What the console said."""
     settings = [
         *small_run(place, place / folder),
@@ -81,7 +82,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "data" / "train.jsonl").write_text(problem_rows(11, 30))
     (place / "held.jsonl").write_text(problem_rows(50, 4))
     (place / "own.py").write_text(SOURCE)
-    train(place, STEPS, "turns.feedback=verdict", folder="run")
+    train(place, STEPS, ["turns.feedback=verdict"], folder="run")
     return place
 
 
@@ -155,12 +156,14 @@ def test_an_environment_answers_turns_in_training_and_validation(place: Path) ->
     console = train(
         place,
         1,
-        f"environment.function={place}/own.py:hints",
-        f"data.train_path={place}/some.jsonl",
-        "data.prompts_per_step=30",
-        "data.shuffle=false",
-        "rollout.group_size=3",
-        "telemetry.capture_steps=[]",
+        [
+            f"environment.function={place}/own.py:hints",
+            f"data.train_path={place}/some.jsonl",
+            "data.prompts_per_step=30",
+            "data.shuffle=false",
+            "rollout.group_size=3",
+            "telemetry.capture_steps=[]",
+        ],
         folder="environment",
     )
     assert "RuntimeError: no licence" in console
@@ -207,7 +210,7 @@ def test_a_run_that_leaves_completions_with_feedback_goes_on_bit_by_bit(place: P
     """Killed after its first step, with feedback in flight."""
     steps = 4
     whole = place / "carry"
-    train(place, steps, *LONG_TAIL, folder=whole.name)
+    train(place, steps, LONG_TAIL, folder=whole.name)
     metrics = rows(whole)
     assert metrics[0]["rollout/sequences_in_flight"] > 0
     content = (whole / "checkpoints" / "step-000001" / UNFINISHED).read_bytes()
@@ -215,5 +218,5 @@ def test_a_run_that_leaves_completions_with_feedback_goes_on_bit_by_bit(place: P
     assert any(part.calls for group in unfinished.groups for part in group.parts)
     resumed = place / "resumed"
     interrupted_after(1, whole, resumed)
-    train(place, steps, *LONG_TAIL, folder=resumed.name)
+    train(place, steps, LONG_TAIL, folder=resumed.name)
     assert rows(resumed) == metrics

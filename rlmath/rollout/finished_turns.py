@@ -52,7 +52,7 @@ VERDICT = "verdict"
 NO_ANSWER = "No final answer was found. Try again."
 WRONG_ANSWER = "The answer {} is not right. Try again."
 WRONG = "That is not right. Try again."
-"""Where a function of the user's judges."""
+"""The text where a function of the user's judges."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class TurnOutcome:
     failure: str | None = None
     """Why there is no outcome, after ATTEMPTS."""
     score: Score | None = None
-    """Of the completion as it is now, where it was judged."""
+    """The score of the completion as it is now, where it was judged."""
 
 
 class TurnAnswers(Protocol):
@@ -97,7 +97,7 @@ class Feedback:
         return [(key, self._outcome(score)) for key, (score,) in self._rewards.take_finished()]
 
     def _outcome(self, score: Score) -> TurnOutcome:
-        """Of an answer that could not be judged nobody says that it is wrong."""
+        """What follows a judged answer; one that could not be judged is not called wrong."""
         if score.correct or score.verdict in FAILURES:
             return TurnOutcome(score=score)
         text = verdict_text(score) if self._text == VERDICT else self._text

@@ -74,6 +74,14 @@ def answer(text: str, end: int = END) -> list[int]:
     return [*TOKENIZER(text, add_special_tokens=False)["input_ids"], end]
 
 
+class AnsweringCore(Core):
+    """A core that samples these answers of one request, each in a step."""
+
+    def __init__(self, answers: Sequence[Sequence[int]]) -> None:
+        super().__init__()
+        self._steps = iter([{1: list(token_ids)} for token_ids in answers])
+
+
 def sampled(
     turns: FinishedTurns,
     answers: Sequence[Sequence[int]],
@@ -84,9 +92,7 @@ def sampled(
 ) -> tuple[Ended, Completion | None]:
     """(how a completion ends whose turns are these, the completion that is scored)."""
     scored: list[Completion] = []
-    steps = [{1: list(token_ids)} for token_ids in answers]
-    core = Core(*steps)
-    running = running_of(core, turns, TOKENIZER)  # type: ignore[arg-type]
+    running = running_of(AnsweringCore(answers), turns, TOKENIZER)  # type: ignore[arg-type]
     running._score = lambda request, completion: scored.append(completion)
     asked = Request((0, 0), prompt.token_ids, 1, min_new_tokens=0, max_new_tokens=most)
     (ended,) = running.sample([replace(asked, slice_tokens=slice_tokens, so_far=so_far)])
@@ -221,7 +227,9 @@ def test_thinking_that_a_plain_prompt_opens_ends_in_an_earlier_turn(scorer: Rewa
     """The second answer is none of the thinking that the prompt begins."""
     prompt = replace(PLAIN, text="6x7=<think>")
     turns = turns_of(VERDICT, scorer, prompt)
-    _, scored = sampled(turns, answer("Hm</think>\\boxed{7}"), answer("\\boxed{42}"), prompt=prompt)
+    _, scored = sampled(
+        turns, [answer("Hm</think>\\boxed{7}"), answer("\\boxed{42}")], prompt=prompt
+    )
     assert scored is not None and scored.retries == 1 and turns.scores[0, 0].correct
     assert scored.earlier_text == "Hm</think>\\boxed{7}\n"
 
