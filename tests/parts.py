@@ -100,6 +100,7 @@ PARTS = {
         "test_routing_run.py",
         "test_tools_run.py",
         "test_train_sft.py",
+        "test_turns_run.py",
     ),
     "evals": ("evals", "report"),
     "real-model": ("real_model",),

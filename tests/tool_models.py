@@ -129,6 +129,19 @@ def make_chat_script_model(folder: Path, positions: int = 1024) -> Path:
     return _save(folder, successors, tokenizer=tokenizer, positions=positions)
 
 
+ANSWERS = (ANSWER, "So \\boxed{41}", NO_ANSWER)
+"""What a model answers to a prompt and to feedback, each as likely."""
+
+
+def make_answering_model(folder: Path, positions: int = 1024) -> Path:
+    """A model that gives one of ANSWERS behind a prompt, and behind the end of a line."""
+    pieces = (*PIECES, ANSWERS[1])
+    numbers = [FIRST_PIECE + pieces.index(answer) for answer in ANSWERS]
+    successors = {number_of(PROMPT[-1]): numbers, number_of("\n"): numbers}
+    successors |= {number: [EOS] for number in numbers}
+    return _save(folder, successors, tokenizer=make_script_tokenizer(pieces), positions=positions)
+
+
 def _save(
     folder: Path,
     successors: dict[int, list[int]],

@@ -193,7 +193,7 @@ def bench_demo(folder: Path, steps: int) -> None:
     words = [*demo.training_words(folder, arguments), f"run.total_steps={steps}"]
     command = [*demo.RLMATH, "train", "--ranks", "1", *words]
     with redirect_stdout(sys.stderr):
-        demo.make_base(folder, arguments.seed, with_tool=True)
+        demo.make_base(folder, arguments.seed, demo.TOOLS)
         demo.run(f"Training, {steps} steps", command, demo.one_thread())
     rows = read_metrics(str(folder / "run"))
     seconds = sum(row["seconds/rollout"] for row in rows)

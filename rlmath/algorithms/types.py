@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "lost"]
+FEEDBACK = "feedback"
+"""Status of what an answer was told: `ToolCall.status`."""
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce++", "lite_ppo", "opo", "maxrl", "pass@k")
 """Words of `algorithm.advantage` that compare the completions of a group."""
 
@@ -76,13 +78,15 @@ def unsampled_tokens(segments: Sequence[Segment]) -> int:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool in a completion, which was executed while the completion waited."""
+    """A call of a tool in a completion, which was executed while the completion waited.
+
+    Feedback to an answer, or what an environment says to a turn, is one without code."""
 
     code: str
     output: str
     """What the model was shown; of a call that was lost the reason, which it was not shown."""
     status: str
-    """One of `rlmath.sandbox.calls.STATUSES`."""
+    """One of `rlmath.sandbox.calls.STATUSES`, or FEEDBACK."""
     position: int
     """Characters of the completion's text in front of the output."""
     seconds: float = field(default=0.0, compare=False)
@@ -136,7 +140,9 @@ class Completion:
 
     From an engine there is at least one segment. Without any, all tokens are sampled."""
     calls: tuple[ToolCall, ...] = ()
-    """Its calls of tools, in order."""
+    """Its calls of tools, or the feedback to its answers, in order."""
+    figures: tuple[tuple[str, float], ...] = ()
+    """Numbers by name that the user's environment returned; those of its turns, in order."""
     routes_at: tuple[RoutesAt, ...] = field(default=(), compare=False)
     """The places of its experts, by slice; empty: they were not recorded."""
 
@@ -165,10 +171,29 @@ class Completion:
         return [self.text[start:end] for start, end in itertools.pairwise(positions)]
 
     @property
+    def retries(self) -> int:
+        """Answers before the last one, to which there was feedback."""
+        return sum(call.status == FEEDBACK for call in self.calls)
+
+    @property
     def answer_text(self) -> str:
-        """The text that is judged: all that was sampled; of a chat with calls the last turn."""
+        """The text that is judged: all that was sampled.
+
+        Of a chat with calls, and behind feedback, it is the last turn."""
         ends_turn = bool(self.calls) and self.calls[-1].ends_turn
-        return self.turns[-1] if ends_turn else self.text
+        return self.turns[-1] if ends_turn or self.retries else self.text
+
+    @property
+    def earlier_text(self) -> str:
+        """What was sampled in front of `answer_text`, where no turn of a chat is between them."""
+        if not self.calls or self.calls[-1].ends_turn:
+            return ""
+        return self.text[: len(self.text) - len(self.answer_text)]
+
+    @property
+    def last_answer(self) -> str:
+        """The text that the user's functions judge: all that was sampled behind feedback."""
+        return self.turns[-1] if self.retries else self.text
 
     @property
     def n_sampled(self) -> int:
@@ -200,7 +225,9 @@ class PartialCompletion:
     """Log-probability of each token, as in `Completion` (nats)."""
     segments: tuple[Segment, ...] = ()
     calls: tuple[ToolCall, ...] = ()
-    """Its calls of tools, in order."""
+    """`Completion.calls`."""
+    figures: tuple[tuple[str, float], ...] = ()
+    """`Completion.figures`."""
     routes_at: tuple[RoutesAt, ...] = field(default=(), compare=False)
     """`Completion.routes_at`."""
 
@@ -231,12 +258,13 @@ class PartialCompletion:
             segment = replace(segment, tokens=before[-1].tokens + segment.tokens)
             before = before[:-1]
         if not self.token_ids:
-            return PartialCompletion(token_ids, logprobs, (segment,), self.calls)
+            return PartialCompletion(token_ids, logprobs, (segment,), calls=self.calls)
         return PartialCompletion(
             array("i", self.token_ids) + array("i", token_ids),
             array("f", self.logprobs) + array("f", logprobs),
             (*before, segment),
             calls=self.calls,
+            figures=self.figures,
             routes_at=self.routes_at,
         )
 
@@ -263,6 +291,7 @@ class PartialCompletion:
             policy_version=self.segments[-1].policy_version,
             segments=self.segments,
             calls=self.calls,
+            figures=self.figures,
             routes_at=self.routes_at,
         )
 

@@ -41,6 +41,7 @@ from rlmath.checkpoint.unfinished_groups import (
     place_rows,
     read_call,
     read_count,
+    read_figures,
     read_place,
     read_score,
     read_segments,
@@ -208,6 +209,7 @@ def _group_row(group: ScoredGroup, samples: Sequence[int], with_routes: bool) ->
                 "finish_reason": completion.finish_reason,
                 "segments": segment_rows(completion.segments),
                 **({"calls": list(map(asdict, completion.calls))} if completion.calls else {}),
+                **({"figures": list(completion.figures)} if completion.figures else {}),
                 **(
                     {"routes": place_rows(completion.routes_at)}
                     if with_routes and index in samples
@@ -363,5 +365,6 @@ def _read_completion(index: int, row: Any, tokens: TokenReader) -> Completion:
         policy_version=segments[-1].policy_version,
         segments=segments,
         calls=tuple(map(read_call, row.get("calls", ()))),
+        figures=read_figures(row),
         routes_at=tuple(map(read_place, row.get("routes", ()))),
     )

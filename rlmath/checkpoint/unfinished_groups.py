@@ -3,7 +3,8 @@
     tokens, logprobs   of all completions, one behind the other, in the order of groups and samples
     header             {"version", "next_draw", "short_share", "groups": [...]}, of every group {"draw", "first_step",
                        "deferred", "samples": [...]}, and of every sample {"segments"}, with {"finish_reason", "text",
-                       "score"} where it is finished, {"calls"} where it has called a tool, and {"routes"}, the places
+                       "score"} where it is finished, {"calls"} where it has called a tool or was given feedback,
+                       {"figures"} where an environment returned some, and {"routes"}, the places
                        of its experts, [rank, number, tokens] (`checkpoint.route_files`), where it has some; a segment
                        is [tokens, version, step], with a fourth number, 0, where its tokens were not sampled
 
@@ -26,6 +27,7 @@ from safetensors.numpy import load, save
 
 from rlmath.algorithms.partial_rollouts import UnfinishedGroup, UnfinishedGroups
 from rlmath.algorithms.types import (
+    FEEDBACK,
     NOTHING_SAMPLED,
     PartialCompletion,
     RewardFailure,
@@ -60,6 +62,8 @@ def write_unfinished(unfinished: UnfinishedGroups) -> bytes:
                 row["routes"] = place_rows(part.routes_at)
             if part.calls:
                 row["calls"] = [asdict(call) for call in part.calls]
+            if part.figures:
+                row["figures"] = list(part.figures)
             if isinstance(sample, ScoredCompletion):
                 row |= {
                     "finish_reason": sample.completion.finish_reason,
@@ -135,7 +139,14 @@ def _read_group(
         part = NOTHING_SAMPLED
         if segments:
             places = tuple(read_place(place) for place in sample_row.get("routes", ()))
-            part = PartialCompletion(token_ids, logprobs, segments, calls=calls, routes_at=places)
+            part = PartialCompletion(
+                token_ids,
+                logprobs,
+                segments,
+                calls=calls,
+                figures=read_figures(sample_row),
+                routes_at=places,
+            )
         if sample_row.get("score") is None:
             samples.append(part)
         else:
@@ -215,11 +226,19 @@ def read_call(row: dict[str, Any]) -> ToolCall:
     read_text(row["code"])
     read_text(row["output"])
     read_count(row["position"])
-    if row["status"] not in STATUSES:
+    if row["status"] not in (*STATUSES, FEEDBACK):
         raise ValueError(f"{row['status']!r} is no status of a call")
     if not all(0 <= float(row[name]) < math.inf for name in ("seconds", "cpu_seconds")):
         raise ValueError("a call's seconds are negative or not finite")
     return ToolCall(**row)
+
+
+def read_figures(row: dict[str, Any]) -> tuple[tuple[str, float], ...]:
+    """The figures of a completion's row; ValueError where one is none."""
+    figures = tuple((read_text(name), float(value)) for name, value in row.get("figures", ()))
+    if not all(math.isfinite(value) for _, value in figures):
+        raise ValueError("a figure is not finite")
+    return figures
 
 
 def read_text(value: Any) -> str:

@@ -41,6 +41,13 @@ LORA_RATES = ("optimizer.lr=2e-3", "optimizer.min_lr=1e-4")
 """Learning rates of the demo's adapters: ten times those of configs/demo.yaml."""
 TOOLS = "tools"
 """The algorithm whose demo has products for problems."""
+FEEDBACK = "feedback"
+"""The algorithm whose demo has problems that are guessed at."""
+OPERATIONS = {
+    TOOLS: ["--operation", "multiply"],
+    FEEDBACK: ["--operation", "guess", "--train", "1800", "--heldout", "200"],
+}
+"""Options that make the problems of these demos; the others' are additions."""
 TOOL_WORDS = ("tools.format=fence", "tools.max_calls=1", "tools.max_output_tokens=64")
 """Settings of the demo with a Python tool, in both of its trainings."""
 EXPERTS = "experts"
@@ -115,7 +122,7 @@ def one_thread() -> dict[str, str]:
     return child_environment() | {"OMP_NUM_THREADS": "1"}
 
 
-def teach(folder: Path, seed: int, with_tool: bool) -> None:
+def teach(folder: Path, seed: int, algorithm: str) -> None:
     """Train the random model on worked solutions.
 
     There is one data-parallel rank for each of two cores (or one on a machine with one GPU),
@@ -131,21 +138,23 @@ def teach(folder: Path, seed: int, with_tool: bool) -> None:
     command += [f"data.train_path={folder / 'data' / 'worked.jsonl'}"]
     command += [f"sft.held_out_path={folder / 'data' / 'worked_heldout.jsonl'}"]
     title = "Supervised training: a tiny model that can add but slips"
-    if with_tool:
+    if algorithm == TOOLS:
         command += [*TOOL_WORDS, "sft.max_sequence_tokens=96"]
         title = "Supervised training: a tiny model that guesses products, and calls Python at times"
+    elif algorithm == FEEDBACK:
+        command.append("sft.max_sequence_tokens=96")
+        title = "Supervised training: a tiny model that guesses, and guesses again"
     run(title, command, one_thread())
     shutil.copytree(folder / "sft" / EXPORT_FOLDER, folder / "base")
 
 
-def make_base(folder: Path, seed: int, with_tool: bool = False, experts: int = 0) -> None:
+def make_base(folder: Path, seed: int, algorithm: str = "grpo") -> None:
     """Make data, a random model and the base model, in `data`, `random` and `base`.
 
-    The base model is the random one after supervised training. `with_tool`: the problems are
-    products, and some solutions call Python. With `experts` the layers have so many."""
-    operation = "multiply" if with_tool else "add"
+    The base model is the random one after supervised training, for the demo of an algorithm."""
+    experts = DEMO_EXPERTS if algorithm == EXPERTS else 0
     for title, program, part, options in (
-        ("Arithmetic problems", "make_arithmetic", "data", ["--operation", operation]),
+        ("Arithmetic problems", "make_arithmetic", "data", OPERATIONS.get(algorithm, [])),
         ("A tiny random model", "make_tiny_model", "random", ["--experts", str(experts)]),
     ):
         words = ["--output", str(folder / part), "--seed", str(seed), *options]
@@ -154,7 +163,7 @@ def make_base(folder: Path, seed: int, with_tool: bool = False, experts: int = 0
             [sys.executable, "-P", "-m", f"rlmath.cli.{program}", *words],
             child_environment(),
         )
-    teach(folder, seed, with_tool)
+    teach(folder, seed, algorithm)
 
 
 def training_words(folder: Path, arguments: argparse.Namespace) -> list[str]:
@@ -181,6 +190,8 @@ def training_words(folder: Path, arguments: argparse.Namespace) -> list[str]:
         words += [*TOOL_WORDS, "rollout.max_new_tokens=48"]
     if arguments.algorithm == EXPERTS:
         words += EXPERT_WORDS
+    if arguments.algorithm == FEEDBACK:
+        words.append("turns.max_feedback_tokens=64")
     return [
         *words,
         "validation.every_steps=1000",
@@ -281,12 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if folder.exists():
         set_aside(folder)
     folder.mkdir(parents=True)
-    make_base(
-        folder,
-        arguments.seed,
-        with_tool=arguments.algorithm == TOOLS,
-        experts=DEMO_EXPERTS if arguments.algorithm == EXPERTS else 0,
-    )
+    make_base(folder, arguments.seed, arguments.algorithm)
     run_dir = train(folder, arguments)
     before, *_, after = read_metrics(str(run_dir), VALIDATION_FILE)
     name = "validation/accuracy"
@@ -306,6 +312,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"Calls of Python a completion: {steps[0][calls]:.2f} in the first step, "
             f"{steps[-1][calls]:.2f} in the last."
         )
+    if arguments.algorithm == FEEDBACK:
+        for row, which in ((steps[0], "first"), (steps[-1], "last")):
+            print(
+                f"Right in the {which} step: {row['turns/accuracy_first']:.1%} of first answers, "
+                f"{row['turns/accuracy']:.1%} after one retry."
+            )
     good_steps = [row["step"] for row in steps if row["rollout/accuracy"] >= GOOD_ACCURACY]
     if good_steps:
         print(f"Step {good_steps[0]:.0f} was the first with {GOOD_ACCURACY:.0%} right answers.")

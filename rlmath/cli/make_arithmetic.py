@@ -24,6 +24,13 @@ which GRPO changes.
 
     {"prompt": "347*85=",
      "completion": "```python\\n347*85\\n```\\n```output\\n29495\\n```\\n\\\\boxed{29495}"}
+
+With `--operation guess` the answer of a problem is a sum or a difference, and nothing in it says
+which. Worked solutions guess, also behind a wrong answer that was told so: a model that learns from
+them guesses again, and GRPO teaches it to give the other answer (docs/turns.md).
+
+    {"prompt": "47?8=\\\\boxed{55}\\nThe answer 55 is not right. Try again.\\n",
+     "completion": "\\\\boxed{39}"}
 """
 
 from __future__ import annotations
@@ -33,7 +40,7 @@ import json
 import random
 import sys
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -49,6 +56,12 @@ LEFT_FACTORS = range(100, 1000)
 RIGHT_FACTORS = range(10, 100)
 CALLING = 0.25
 """Share of the worked products that call Python."""
+GUESSED_NUMBERS = range(20)
+"""The right one of two numbers whose sum or difference is guessed; the left is below NUMBERS."""
+RETRIES = 0.5
+"""Share of the worked guesses that stand behind a wrong answer."""
+NOT_RIGHT = "\nThe answer {} is not right. Try again.\n"
+"""What a wrong answer is told, as turns.feedback=verdict has it, on lines of its own."""
 _COLUMN_SUMS = 20
 """A slip in a column writes one of 0..19: two digits and a carry make at most 19."""
 
@@ -110,6 +123,45 @@ class Multiplication(Problem):
         """A call of Python, its output, and the answer."""
         call = f"```python\n{self.left}*{self.right}\n```\n"
         return f"{call}```output\n{self.result}\n```\n{self.solution}"
+
+
+@dataclass(frozen=True)
+class Guess(Problem):
+    """One problem, such as 47?8, that does not say what is asked for."""
+
+    operation = "guess"
+    sign = "?"
+    is_sum: bool
+
+    @property
+    def result(self) -> int:
+        return self.left + self.right if self.is_sum else abs(self.left - self.right)
+
+
+def make_guesses(seed: int, train: int, heldout: int) -> tuple[list[Guess], list[Guess]]:
+    """Training and held-out sums and differences of distinct pairs, as many of each by chance.
+
+    Raises ValueError for counts below 1, or more rows than distinct problems.
+    """
+    pairs = _distinct_pairs(seed, train, heldout, left=range(NUMBERS), right=GUESSED_NUMBERS)
+    rng = random.Random(f"{seed}:guesses")
+    problems = [Guess(left, right, rng.random() < 0.5) for left, right in pairs]
+    return problems[:train], problems[train:]
+
+
+def worked_guesses(problems: list[Guess], count: int, seed: int) -> list[dict[str, object]]:
+    """Guessed answers of `count` problems drawn at random, RETRIES of them behind another one.
+
+    Every guess is a sum or a difference, as likely, whatever the problem's answer is."""
+    rng = random.Random(f"{seed}:worked")
+    rows: list[dict[str, object]] = []
+    for problem in rng.choices(problems, k=count):
+        earlier, guess = (replace(problem, is_sum=rng.random() < 0.5) for _ in range(2))
+        prompt = problem.prompt
+        if rng.random() < RETRIES:
+            prompt += earlier.solution + NOT_RIGHT.format(earlier.result)
+        rows.append({"prompt": prompt, "completion": guess.solution})
+    return rows
 
 
 def make_products(
@@ -221,9 +273,10 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument(
         "--operation",
-        choices=("add", "multiply"),
+        choices=("add", "multiply", "guess"),
         default="add",
-        help="multiply: products, solved with a Python tool or guessed (default add)",
+        help="multiply: products, solved with a Python tool or guessed; guess: sums or "
+        "differences, the problem does not say which (default add)",
     )
     parser.add_argument("--output", type=Path, required=True, help="new or empty folder")
     parser.add_argument(
@@ -242,6 +295,10 @@ def main(argv: list[str] | None = None) -> None:
         train, heldout = make_products(**sizes)
         worked = worked_products(train, arguments.worked, arguments.seed)
         worked_heldout = worked_products(heldout, n_worked_heldout, arguments.seed)
+    elif arguments.operation == "guess":
+        train, heldout = make_guesses(**sizes)
+        worked = worked_guesses(train, arguments.worked, arguments.seed)
+        worked_heldout = worked_guesses(heldout, n_worked_heldout, arguments.seed)
     else:
         train, heldout = make_problems(**sizes)
         worked = worked_rows(train, arguments.worked, SLIP, arguments.seed)

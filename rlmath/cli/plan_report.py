@@ -40,7 +40,7 @@ def step_lines(plan: StepPlan) -> Iterator[str]:
     batch = plan.batch
     lengths = plan.batch.lengths
     rollout = plan.rollout
-    given_text = f" + {batch.given_tokens:,.0f} given" if plan.config.tools.format else ""
+    given_text = f" + {batch.given_tokens:,.0f} given" if batch.given_tokens else ""
     yield (
         f"Step: {batch.sequences:,} sequences, {batch.prompt_tokens:,.0f} + {lengths.mean:,.0f}"
         f"{given_text} tokens on average "

@@ -143,7 +143,8 @@ def format_group(row: dict, title: str) -> str:
             if call is None:
                 lines.extend(_indented(text.removesuffix("\n"), "          | "))
             else:
-                lines.append(f"output    > {call_facts(call)}")
+                label = "feedback" if call["status"] == "feedback" else "output"
+                lines.append(f"{label:<10}> {call_facts(call)}")
                 lines.extend(_indented(text.removesuffix("\n"), "          > "))
     return "\n".join(lines) + "\n"
 

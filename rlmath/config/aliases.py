@@ -16,7 +16,6 @@ NO_KEY = "no key"
 _TOKENS = "in tokens: a micro-batch has as many sequences as fit"
 _CPU_TIME = "in seconds of CPU time; by the clock it is ten times as much"
 _ONE_TOOL = "the one tool is Python, in a sandbox of the engine's"
-_NO_FEEDBACK = "a completion is not answered, so that it could be tried again"
 
 AREAL = {
     "actor.path": "`model.path`",
@@ -96,9 +95,9 @@ AREAL = {
     "tir.enable_tools": f"{NO_KEY}: {_ONE_TOOL}",
     "tir.is_chat_model: true": "`tools.format: chat`",
     "tir.is_chat_model: false": "`tools.format: fence`",
-    "max_turns, of multi-turn workflows": f"{NO_KEY}: {_NO_FEEDBACK}",
-    "agent_run_args.max_turns": f"{NO_KEY}: {_NO_FEEDBACK}",
-    "turn_discount": f"{NO_KEY}: {_NO_FEEDBACK}",
+    "max_turns, of multi-turn workflows": "`turns.max`, with `turns.feedback`",
+    "agent_run_args.max_turns": "`turns.max`, with `turns.feedback`",
+    "turn_discount": "`turns.discount`",
 }
 """Names of AReaL 0.1 to 0.3, and what later versions renamed."""
 
@@ -151,7 +150,8 @@ VERL = {
     "actor_rollout_ref.rollout.multi_turn.format: hermes": "`tools.format: chat`: the form is that "
     "of the model's chat template",
     "actor_rollout_ref.rollout.multi_turn.tool_config_path": f"{NO_KEY}: {_ONE_TOOL}",
-    "actor_rollout_ref.rollout.multi_turn.interaction_config_path": f"{NO_KEY}: {_NO_FEEDBACK}",
+    "actor_rollout_ref.rollout.multi_turn.interaction_config_path": "`environment.function`, a "
+    "function of yours",
     "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode": f"{NO_KEY}: tokens are "
     "never encoded again, and the chat template is tried at the start",
     "actor_rollout_ref.rollout.agent.default_agent_loop: tool_agent": "`tools.format: chat`",

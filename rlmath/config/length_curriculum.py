@@ -175,9 +175,21 @@ def engine_length(config: Config) -> int:
 def sequence_length(config: Config) -> int:
     """The longest sequence (tokens) of a run that had these lengths alone.
 
-    It is a prompt and its completion, with what tools write into it."""
+    It is a prompt and its completion, with what others write into it."""
     sampled = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    return sampled + tool_tokens(config.tools)
+    return sampled + unsampled_limit(config)
+
+
+def unsampled_limit(config: Config) -> int:
+    """Most tokens of a completion that are not sampled: outputs of tools, and feedback."""
+    return tool_tokens(config.tools) + feedback_tokens(config)
+
+
+def feedback_tokens(config: Config) -> int:
+    """Most tokens of the feedback to a completion's answers, or of what an environment writes."""
+    if not config.answers_turns:
+        return 0
+    return (config.turns.max - 1) * (config.turns.max_feedback_tokens + CHAT_BOUNDARY_TOKENS)
 
 
 def tool_tokens(tools: ToolsConfig) -> int:
@@ -216,9 +228,14 @@ def sequence_text(config: Config, keys: bool = True) -> str:
         outputs = (
             f" + tools.max_calls x (tools.max_output_tokens + {boundary_tokens(config.tools)})"
         )
-        return names + (outputs if config.tools.format is not None else "")
+        feedback = (
+            f" + (turns.max - 1) x (turns.max_feedback_tokens + {CHAT_BOUNDARY_TOKENS})"
+            if config.answers_turns
+            else ""
+        )
+        return names + (outputs if config.tools.format is not None else "") + feedback
     sampled = f"{config.data.max_prompt_tokens} + {config.rollout.max_new_tokens}"
-    return sampled + (f" + {tokens}" if (tokens := tool_tokens(config.tools)) else "")
+    return sampled + (f" + {tokens}" if (tokens := unsampled_limit(config)) else "")
 
 
 def without_validation(config: Config) -> Config:

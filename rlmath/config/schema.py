@@ -510,6 +510,36 @@ class ToolsConfig:
 
 
 @dataclass(frozen=True)
+class TurnsConfig:
+    """Further turns behind finished answers; see docs/turns.md."""
+
+    feedback: str | None = None
+    """What a wrong answer is told, so that the model may give another: "verdict", how it was
+    judged, or any other text. A right answer ends the completion. null: the first answer does."""
+    max: Annotated[int, Range(2, 1000)] = 2
+    """Most answers of a completion, with `feedback` or environment.function."""
+    discount: PositiveFraction = 1.0
+    """Factor of a reward above 0 for each answer before the last one (AReaL: turn_discount)."""
+    max_feedback_tokens: Annotated[int, Range(64, 65536)] = 256
+    """Most tokens of what an answer is told; of a longer text the beginning and the end."""
+
+
+@dataclass(frozen=True)
+class EnvironmentConfig:
+    """A function of yours that answers turns; see docs/turns.md."""
+
+    function: Annotated[str, TakesFunction("environment")] | None = None
+    """Function of yours, "package.module:function", or the name of one that is registered, that
+    gets the texts of a completion, the prompt's row and the number of the turn, after every
+    finished turn, and returns the next text, or None where it is over. null: none."""
+    workers: PositiveInt = 4
+    """Calls at a time, for each engine."""
+    timeout_seconds: Annotated[float, Range(0, 3600, open_low=True)] = 60.0
+    """Most seconds of a call, by the clock. One that takes longer, fails or ends its process is
+    tried again twice; then the completion leaves its group."""
+
+
+@dataclass(frozen=True)
 class SyncConfig:
     """How new weights reach the engines, and how that is checked."""
 
@@ -666,6 +696,8 @@ class Config:
     optimizer: OptimizerConfig = OptimizerConfig()
     rollout: RolloutConfig = RolloutConfig()
     tools: ToolsConfig = ToolsConfig()
+    turns: TurnsConfig = TurnsConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     sync: SyncConfig = SyncConfig()
     memory: MemoryConfig = MemoryConfig()
     reward: RewardConfig = RewardConfig()
@@ -677,6 +709,11 @@ class Config:
     sft: SftConfig = SftConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     save: SaveConfig = SaveConfig()
+
+    @property
+    def answers_turns(self) -> bool:
+        """Whether finished answers are told something, and further ones follow."""
+        return self.turns.feedback is not None or self.environment.function is not None
 
     @property
     def learned_group_size(self) -> int:

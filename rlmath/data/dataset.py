@@ -445,7 +445,7 @@ def _load_validation_file(
     prompts: list[Prompt] = []
     context = length_curriculum.engine_length(config)
     new_tokens = length_curriculum.validation_tokens(config)
-    room = context - new_tokens - length_curriculum.tool_tokens(config.tools)
+    room = context - new_tokens - length_curriculum.unsampled_limit(config)
     most_characters = CHARACTERS_PER_TOKEN * context
     file = read_prompts(path, most_characters=most_characters)
     texts = [row.prompt for row in file.rows]

@@ -331,14 +331,16 @@ def call_frame(tokenizer: PreTrainedTokenizerFast, names: SettingNames = KEYS) -
 class _Trial:
     """Conversations with made-up calls, in a tokenizer's chat template."""
 
+    insertion = "a call"
+    """What changes nothing before it, for errors."""
+
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         """ValueError for a template that does not show the tool."""
         self._tokenizer = tokenizer
         if not tokenizer.chat_template:
             raise ValueError("is missing")
         self._prompt = self._rendered([_QUESTION])
-        if DESCRIPTION not in self._prompt:
-            raise ValueError("does not show a tool to the model")
+        self._require_tool()
         end_id = chat_end(tokenizer)
         if end_id is None:
             raise ValueError("ends a turn with no token of its own")
@@ -375,6 +377,10 @@ class _Trial:
         self._require_tokens(frame)
         return frame
 
+    def _require_tool(self) -> None:
+        if DESCRIPTION not in self._prompt:
+            raise ValueError("does not show a tool to the model")
+
     def _rendered(self, messages: Sequence[Message]) -> str:
         try:
             return render(messages, self._tokenizer, "a conversation with a call")
@@ -405,10 +411,14 @@ class _Trial:
             first_thought = self._thoughts[0] if thought is None else thought
             messages.append(self._turn(first_thought, number, len(outputs)))
             for output in outputs:
-                answer = {"role": "tool", "name": NAME, "tool_call_id": _IDS[number]}
-                messages.append({**answer, "content": output})
+                messages.append(self._output(number, output))
                 number += 1
         return self._rendered(messages)
+
+    def _output(self, number: int, text: str) -> Message:
+        """The turn with the output of a call."""
+        answer = {"role": "tool", "name": NAME, "tool_call_id": _IDS[number]}
+        return {**answer, "content": text}
 
     def _form(self) -> str:
         """The form of the template's calls."""
@@ -477,7 +487,7 @@ class _Trial:
             return
         earlier, later = _different_texts(before, text)
         raise ValueError(
-            f"changes what stands before a call: {earlier!r} becomes {later!r} (thinking that is "
+            f"changes what stands before {self.insertion}: {earlier!r} becomes {later!r} (thinking that is "
             "taken out, enable_thinking=false, or a system prompt that the last question alone has), "
             "and what is sampled cannot be written again"
         )
@@ -518,8 +528,7 @@ class _Trial:
                     f"takes thinking out of {turn[-200:]!r}, and what is sampled cannot be written "
                     "again"
                 )
-            calls = calls_in_turn(turn, frame.form, frame.opened)
-            if [call.code for call in calls] != codes:
+            if self._codes_in(turn, frame) != codes:
                 raise ValueError(
                     f"writes {len(codes)} calls as {turn[-200:]!r}, which is not the form of "
                     f"{frame.form}"
@@ -531,6 +540,10 @@ class _Trial:
                     f"writes {written_text!r} at an output, and {expected_text!r} at another"
                 )
             before = text
+
+    def _codes_in(self, turn: str, frame: CallFrame) -> list[str]:
+        """What the calls of a turn execute."""
+        return [call.code for call in calls_in_turn(turn, frame.form, frame.opened)]
 
     def _require_tokens(self, frame: CallFrame) -> None:
         """ValueError where a boundary is too long, or its tokens depend on what stands around."""
@@ -553,6 +566,45 @@ class _Trial:
                     f"has other tokens for {text[len(before) :][:80]!r} in the conversation than "
                     "behind the turn"
                 )
+
+
+class _FeedbackTrial(_Trial):
+    """Conversations with made-up answers, each with a user's turn behind it."""
+
+    insertion = "a further question"
+
+    def _require_tool(self) -> None:
+        pass
+
+    def _turn(self, thought: str, first: int, count: int) -> Message:
+        return {"role": "assistant", "content": thought + _CODES[first]}
+
+    def _output(self, number: int, text: str) -> Message:
+        return user(text)
+
+    def _form(self) -> str:
+        return "an answer"
+
+    def _with_several(self, frame: CallFrame) -> CallFrame:
+        return frame
+
+    def _codes_in(self, turn: str, frame: CallFrame) -> list[str]:
+        return [code for code in _CODES if turn.endswith(code)]
+
+
+def feedback_frame(tokenizer: PreTrainedTokenizerFast) -> CallFrame:
+    """What the tokenizer's chat template writes around a user's turn behind an answer.
+
+    ValueError for a template that does not append."""
+    try:
+        return _FeedbackTrial(tokenizer).frame()
+    except ValueError as error:
+        folder = str(tokenizer.name_or_path or "the model")
+        raise ValueError(
+            f"finished answers go on (turns.feedback, environment.function), and the chat template "
+            f"of the tokenizer in {folder!r} {error}. Use a data.chat_template that only appends, "
+            "or another data.template"
+        ) from error
 
 
 def _different_texts(first: str, second: str) -> tuple[str, str]:

@@ -171,6 +171,11 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     if isinstance(arguments.model, str):
         parse_hub_id(arguments.model, "--model")
     run = run_config(arguments.model, logging.WARNING)
+    if run is not None and run.environment.function is not None:
+        raise ValueError(
+            f'the run of --model "{arguments.model}" has environment.function, which an evaluation '
+            "does not call yet. For its first answers copy the model to a folder outside of the run"
+        )
     given_prompt = arguments.system_prompt
     as_given = """
     model data_dir output samples temperature top_p max_new_tokens max_prompt_tokens chat_template scorer seed limit

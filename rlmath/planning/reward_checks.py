@@ -33,6 +33,7 @@ from rlmath.workers.user_functions import (
     UserFunction,
     UserFunctionError,
     advantage_hook,
+    environment_hook,
     form_hook,
     group_for_hooks,
     metric_hooks,
@@ -250,11 +251,12 @@ def data_hooks(config: Config, kind: Kind = "grpo") -> list[Hook]:
 
 
 def _step_hooks(config: Config) -> list[Hook]:
-    """Functions that a GRPO step calls, and the scorer of validation; not rewards."""
+    """Functions that a GRPO step or its rollout calls, and validation's scorer; not rewards."""
     hooks = [
         selection_hook(config),
         advantage_hook(config),
         scorer_hook(config),
+        environment_hook(config),
         *metric_hooks(config).values(),
     ]
     return [hook for hook in hooks if hook is not None]
@@ -329,22 +331,24 @@ def try_functions(config: Config, prompts: Sequence[Prompt]) -> Trial:
         "selection": (views[0],),
         "advantage": ([view["rewards"] for view in views], [view["tokens"] for view in views]),
         "metric": (views,),
+        "environment": (["I do not know."], prompts[0].row, 1),
     }
+    seconds = {"metric": METRIC_SECONDS, "environment": config.environment.timeout_seconds}
     for hook in _step_hooks(config):
         if hook.kind in arguments_by_kind:
-            _try(hook, arguments_by_kind[hook.kind])
+            _try(hook, arguments_by_kind[hook.kind], seconds.get(hook.kind, CALL_SECONDS))
     return trial
 
 
-def _try(hook: Hook, arguments: Sequence[object]) -> None:
-    """Call a function once; ValueError where that fails."""
-    seconds = METRIC_SECONDS if hook.kind == "metric" else CALL_SECONDS
+def _try(hook: Hook, arguments: Sequence[object], seconds: float) -> None:
+    """Call a function once, for so many seconds at most; ValueError where that fails."""
+    made_up = "a turn that was" if hook.kind == "environment" else "groups that were"
     with UserFunction(hook, seconds) as function:
         try:
             function.call(*arguments)
         except UserFunctionError as error:
             raise ValueError(
-                f"{error}\n  That was a call with groups that were made up to try it. Correct the "
+                f"{error}\n  That was a call with {made_up} made up to try it. Correct the "
                 "function "
                 "(docs/hooks.md)."
             ) from None

@@ -12,6 +12,7 @@ from rlmath.config.help import is_among
 from rlmath.config.objectives import OBJECTIVES, ObjectiveSettings
 from rlmath.config.schema import AlgorithmConfig, Config, TeacherConfig
 from rlmath.planning.setting_rules import Conflict, Doubt, Rule, Unused
+from rlmath.rewards.several_rewards import takes_groups
 
 # pyright: reportUnnecessaryComparison=true, reportUnnecessaryContains=true
 
@@ -375,6 +376,53 @@ CONFLICTS = (
         "the former.",
     ),
     Conflict(
+        when=lambda config: [config.turns.feedback, config.environment.function],
+        text='turns.feedback and environment.function "{environment.function}" are both set: one '
+        "of them says what follows an answer. Set the other to null.",
+    ),
+    Conflict(
+        when=lambda config: [
+            config.turns.feedback is not None,
+            not (config.turns.feedback or "").strip(),
+        ],
+        text="turns.feedback is empty: nothing would be said of a wrong answer. Give it a text, "
+        "verdict, or null.",
+    ),
+    Conflict(
+        when=lambda config: [config.answers_turns, config.tools.format],
+        text='tools.format is "{tools.format}", and turns.feedback or environment.function is set: '
+        "completions that call tools get no further turns yet. Set tools.format=null, or the other "
+        "two.",
+    ),
+    Conflict(
+        when=lambda config: [config.answers_turns, config.rollout.ranks],
+        text="rollout.ranks is {rollout.ranks}, and turns.feedback or environment.function is set: "
+        "engines on ranks of their own answer no turns yet. Set rollout.ranks=0, or the other two "
+        "to null.",
+    ),
+    Conflict(
+        when=lambda config: [config.answers_turns, config.policy.routing_replay == "engine"],
+        text='policy.routing_replay is "engine", and turns.feedback or environment.function is '
+        "set: routes of completions with several turns are not kept yet. Set "
+        "policy.routing_replay=none (or old, with several updates a step), or the other two to "
+        "null.",
+    ),
+    Conflict(
+        when=lambda config: [config.turns.feedback, takes_groups(config.reward)],
+        text="turns.feedback is set and reward.function_takes group: each answer is judged as soon "
+        "as it is there, before the others of its group. Set reward.function_takes=completion, or "
+        "turns.feedback=null.",
+    ),
+    Conflict(
+        when=lambda config: [
+            config.answers_turns,
+            config.turns.discount < 1,
+            config.reward.combine == "gdpo",
+        ],
+        text="turns.discount is {turns.discount:g}, and with reward.combine=gdpo every reward is "
+        "normalised apart, without it. Set turns.discount=1, or reward.combine=sum.",
+    ),
+    Conflict(
         when=lambda config: [config.policy.routing_replay == "engine", config.rollout.ranks],
         text='policy.routing_replay is "engine" and rollout.ranks {rollout.ranks}: engines on ranks '
         "of their own send no routes yet. Set rollout.ranks=0, or policy.routing_replay=none (or "
@@ -553,6 +601,16 @@ UNUSED = (
         ["tools."],
         when=lambda config: [not config.tools.format],
         text="without tools.format",
+    ),
+    Unused(
+        ["turns."],
+        when=lambda config: [not config.answers_turns],
+        text="without turns.feedback and without environment.function",
+    ),
+    Unused(
+        ["environment."],
+        when=lambda config: [not config.environment.function],
+        text="without environment.function",
     ),
     Unused(
         ["tools.sessions"],

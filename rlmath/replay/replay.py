@@ -229,6 +229,11 @@ class Replay:
         self.state, self.warning = find_state(self.folder, self.capture, self.arguments.state)
         settings = load_config([self.folder / CONFIG_FILE], self.arguments.overrides, saved=True)
         if self.arguments.part == "rollout":
+            if settings.answers_turns:
+                raise ValueError(
+                    "turns.feedback or environment.function is set, and a replay answers no turns: "
+                    "the rollout cannot be made again. --part update can"
+                )
             self._check_rollout(settings.rollout, settings.tools)
             self._check_functions(settings)
         return replay_settings(

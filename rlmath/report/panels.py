@@ -147,6 +147,29 @@ FIGURES: Mapping[str, Sequence[Lines]] = {
             {"tools/wait_share": "all engines"},
         ),
     ],
+    "Turns": [
+        Lines(
+            "Answers of a completion",
+            "answers, mean",
+            {"turns/answers_per_completion": "with those that went on"},
+        ),
+        Lines(
+            "First and last answers",
+            "share of completions",
+            {"turns/accuracy_first": "first right", "turns/accuracy": "last right"},
+        ),
+        Lines("Corrected answers", "share of completions", {"turns/corrected": "corrected"}),
+        Lines("Feedback tokens", "tokens of a completion", {"turns/feedback_tokens": "mean"}),
+        Lines("Feedback cut", "share of texts", {"turns/feedback_cut": "cut"}),
+        Lines("Figures of the environment", "mean of all turns", {"environment/*": ""}),
+        Lines("Lost completions", "completions", {"turns/lost_completions": "lost"}),
+        Lines("Waiting for feedback", "s", {"turns/wait_s": "mean of a turn"}),
+        Lines(
+            "Engines that only wait for feedback",
+            "share of the rollout",
+            {"turns/wait_share": "all engines"},
+        ),
+    ],
     "Policy": [
         Lines("Entropy", "nats per token", {"train/entropy_loss": "entropy"}),
         Lines(

@@ -7,7 +7,8 @@ says what follows when calls are too late step after step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -383,12 +384,16 @@ class RewardManager:
         reward: RewardConfig,
         max_new_tokens: int,
         validates: bool = False,
+        discount: float = 1.0,
     ) -> None:
-        """`validates`: completions are those of a validation."""
+        """`validates`: completions are those of a validation.
+
+        A reward above 0 is multiplied by `discount` for each retry."""
         self._workers = workers
         self._validates = validates
         self._reward = reward
         self._limit = max_new_tokens
+        self._discount = discount
         self._submitted: list[_Submitted] = []
 
     def __len__(self) -> int:
@@ -411,7 +416,10 @@ class RewardManager:
         """Queue all completions of a prompt for the workers.
 
         `key` is what `take_finished` calls them."""
-        texts = [text_to_verify(prompt.text, completion.answer_text) for completion in completions]
+        texts = [
+            text_to_verify(prompt.text + completion.earlier_text, completion.answer_text)
+            for completion in completions
+        ]
         futures = [
             self._workers.submit(text, prompt, completion, self._validates)
             for text, completion in zip(texts, completions, strict=True)
@@ -444,6 +452,11 @@ class RewardManager:
         futures = [future for submitted in self._submitted for future in submitted.all_futures]
         WorkerPool.results(futures, on_progress)
 
+    def await_any(self, seconds: float) -> None:
+        """Wait until something that is submitted may have its scores, at most so long."""
+        futures = [future for submitted in self._submitted for future in submitted.all_futures]
+        wait_for([future for future in futures if not future.done()], seconds, FIRST_COMPLETED)
+
     def take_finished(self, wait: bool = False) -> list[tuple[Any, list[Score]]]:
         """The scores that are there and were not taken, with their keys; `wait` for all."""
         finished: list[_Submitted] = []
@@ -469,5 +482,7 @@ class RewardManager:
                 limit=self._limit,
                 truncated=completion.finish_reason == "length",
             )
-            scores.append(score)
+            # A wrong answer must not cost less for a retry.
+            factor = self._discount**completion.retries if score.reward > 0 else 1.0
+            scores.append(replace(score, reward=score.reward * factor))
         return scores

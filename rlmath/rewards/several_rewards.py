@@ -193,7 +193,7 @@ class RewardWorkers:
         return {
             name: pool.submit(text, prompt.solutions, prompt.task, question=prompt.question)
             if name in VERIFIED
-            else pool.call(completion.text, prompt.solutions, prompt.row)
+            else pool.call(completion.last_answer, prompt.solutions, prompt.row)
             for name, pool in self.by_name.items()
             if name not in self.of_groups and (name != MEASURED or is_measured)
         }

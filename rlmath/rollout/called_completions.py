@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from rlmath.algorithms.types import PartialCompletion, ToolCall, turn_tokens
+from rlmath.algorithms.types import FinishReason, PartialCompletion, ToolCall, turn_tokens
 from rlmath.config.schema import ToolsConfig
 from rlmath.data.tokenizer import completion_text
 from rlmath.data.tool_fences import most_output_characters
@@ -54,16 +54,18 @@ class FoundCalls:
     tokens: int
     """Tokens of the turn, to the one that completes its calls."""
     calls: tuple[SampledCall, ...]
-    """All of the turn, in order."""
+    """All of the turn, in order; none where it is a finished answer (`finished_turns`)."""
 
 
 @dataclass(frozen=True)
 class Answered:
-    """A completion whose calls have results."""
+    """A completion whose calls have results, or whose finished turn has an answer."""
 
     request: Request
-    """It goes on with the outputs, unless it is lost."""
+    """It goes on with the outputs, unless it is lost or over."""
     is_lost: bool
+    is_over: bool = False
+    """Whether its last answer is the last one."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,9 @@ class CalledCompletions:
     """The completions of an engine that wait for a call.
 
     All ranks of the engine call every method alike."""
+
+    unanswered_reason: FinishReason = "length"
+    """How a completion ends whose calls are not run."""
 
     def __init__(
         self,
@@ -254,18 +259,13 @@ class CalledCompletions:
         """All that is sampled of a completion, as text; an output begins a line.
 
         Where the completion `stopped` by itself its end is left out."""
-        token_ids = completion.token_ids
         text = ""
-        start = 0
-        for is_sampled, segments in itertools.groupby(
-            completion.segments, lambda segment: segment.sampled
-        ):
-            end = start + sum(segment.tokens for segment in segments)
+        runs = segment_runs(completion)
+        for number, (is_sampled, token_ids) in enumerate(runs, start=1):
             if is_sampled:
-                text += self._turn_text(token_ids[start:end], stopped and end == len(token_ids))
+                text += self._turn_text(token_ids, stopped and number == len(runs))
             else:
-                text += _line_end(text)
-            start = end
+                text += line_end(text)
         return text
 
     def _turn_text(self, turn_ids: Sequence[int], stopped: bool) -> str:
@@ -309,7 +309,7 @@ class CalledCompletions:
             replace(
                 call,
                 output=output,
-                position=len(text + _line_end(text)),
+                position=len(text + line_end(text)),
                 is_cut=is_cut or result.left_out_characters > 0,
                 ends_turn=self._settings.format == "chat",
             )
@@ -321,7 +321,24 @@ class CalledCompletions:
         return Answered(replace(request, so_far=so_far), is_lost=False)
 
 
-def check_lost(reasons: Sequence[str], calling: int, outcome: str, tells: bool = True) -> None:
+SANDBOXES = (
+    "completions with calls are lost, as their sandbox gave no result in three attempts",
+    "`rlmath doctor` says what isolates; see docs/tool_use.md",
+)
+"""What `check_lost` says, and what it advises."""
+ENVIRONMENTS = (
+    "completions are lost, as environment.function failed in three attempts at a turn",
+    "Correct the function; see docs/turns.md",
+)
+
+
+def check_lost(
+    reasons: Sequence[str],
+    calling: int,
+    outcome: str,
+    tells: bool = True,
+    texts: tuple[str, str] = SANDBOXES,
+) -> None:
     """Warn of completions that were lost, and of the outcome, where this rank `tells`.
 
     `reasons` has one for each, `calling` is the number of completions with calls. RuntimeError, on
@@ -329,12 +346,10 @@ def check_lost(reasons: Sequence[str], calling: int, outcome: str, tells: bool =
     if not reasons:
         return
     lost = len(reasons)
-    text = (
-        f"{lost} of {calling} completions with calls are lost, as their sandbox gave no result in "
-        f"three attempts. The first: {reasons[0].strip()}"
-    )
+    cause, advice = texts
+    text = f"{lost} of {calling} {cause}. The first: {reasons[0].strip()}"
     if lost >= FEW_LOST and lost > MOST_LOST_SHARE * calling:
-        raise RuntimeError(f"{text}. `rlmath doctor` says what isolates; see docs/tool_use.md")
+        raise RuntimeError(f"{text}. {advice}")
     if tells:
         logger.warning("%s. %s", text, outcome)
 
@@ -343,6 +358,24 @@ def _past_call(call: ToolCall) -> PastCall:
     return PastCall(call.code, call.status in KEEPING, call.cpu_seconds)
 
 
-def _line_end(text: str) -> str:
+def segment_runs(completion: PartialCompletion) -> list[tuple[bool, Sequence[int]]]:
+    """(whether they are sampled, tokens) of the turns of a completion, and of what is between.
+
+    >>> once = PartialCompletion().extended((7, 8), (-0.5, -0.5), policy_version=4, step=2)
+    >>> segment_runs(once.extended((9,), (-0.1,), policy_version=5, step=3))
+    [(True, array('i', [7, 8, 9]))]
+    """
+    runs = []
+    start = 0
+    for is_sampled, segments in itertools.groupby(
+        completion.segments, lambda segment: segment.sampled
+    ):
+        end = start + sum(segment.tokens for segment in segments)
+        runs.append((is_sampled, completion.token_ids[start:end]))
+        start = end
+    return runs
+
+
+def line_end(text: str) -> str:
     """What begins a new line behind the text."""
     return "" if not text or text.endswith("\n") else "\n"

@@ -43,8 +43,10 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.run_store import RunStore
 from rlmath.rewards.reward_manager import UNSCORED, RewardManager, RewardWorkers, scorer_settings
 from rlmath.rewards.several_rewards import takes_groups
-from rlmath.rollout.called_completions import check_lost
+from rlmath.rollout.called_completions import ENVIRONMENTS, SANDBOXES, check_lost
 from rlmath.rollout.engine import Engine
+from rlmath.rollout.engine_turns import EngineTurns
+from rlmath.rollout.finished_turns import FinishedTurns
 from rlmath.rollout.routes import RouteStore, load_on_all_ranks
 from rlmath.rollout.sampling import Key, Request, RolloutSeed, SamplingSettings, group_requests
 from rlmath.rollout.work_queue import EngineUsage, WorkQueue
@@ -107,12 +109,13 @@ class Collector:
         scorer: RewardWorkers | None = None,
         has_scorer: bool = False,
         routes: RouteStore | None = None,
+        turns: EngineTurns | None = None,
     ) -> None:
         """Every rank makes one, one at a time: a rollout's number names its keys in the store.
 
         `scorer` decides what is right in validation where the `pool` does not: ranks with a pool
         have one if the run `has_scorer`. `routes` keep the experts of what this rank's engine
-        samples in training, where it records them."""
+        samples in training, where it records them. `turns` answer finished turns."""
         assert (pool is not None) == mesh.is_engine_leader, (
             "the leading rank of an engine has the reward workers"
         )
@@ -125,6 +128,7 @@ class Collector:
         self._scorer = scorer
         self._has_scorer = has_scorer
         self._routes = routes
+        self._turns = turns
         self._rollouts = 0
 
     def collect(self, command: CollectGroups) -> Rollout:
@@ -228,6 +232,10 @@ class Collector:
         )
         rewards = None if self._pool is None else self._reward_manager(max_new_tokens, validates)
         by_group = self._takes_groups(validates)
+        turns = None
+        if self._turns is not None:
+            judge = None if self._pool is None else self._reward_manager(max_new_tokens, validates)
+            turns = self._turns.of_rollout(lambda key: by_key[key].prompt, judge, validates)
         gathered = all_gather_objects(
             self._sample(
                 by_key,
@@ -237,6 +245,7 @@ class Collector:
                 rewards=rewards,
                 by_group=by_group,
                 routes=None if validates else self._routes,
+                turns=turns,
             )
         )
         progress.close()
@@ -249,12 +258,14 @@ class Collector:
                     sampled[key] = ScoredCompletion(completion, scores[key])
                 else:
                     sampled[key] = completion
-        if self._engine.tools is not None:
+        if self._engine.tools is not None or self._turns is not None:
             self._check_lost(by_key, sampled)
         return sampled, [usage for _, _, usage in gathered if usage is not None]
 
     def _check_lost(self, by_key: Mapping[Key, Work], sampled: Mapping[Key, Sampled]) -> None:
-        """Warn of completions that were lost with their calls; RuntimeError where many are."""
+        """Warn of completions that were lost with their calls; RuntimeError where many are.
+
+        All of a rollout in an environment count as calling."""
         completions = {
             key: sample.completion if isinstance(sample, ScoredCompletion) else sample
             for key, sample in sampled.items()
@@ -267,20 +278,28 @@ class Collector:
         calling = [
             key
             for key, completion in completions.items()
-            if len(completion.calls) > len(by_key[key].request.so_far.calls)
+            if self._turns is not None
+            or len(completion.calls) > len(by_key[key].request.so_far.calls)
         ]
         check_lost(
             lost,
             calling=len(calling),
             outcome="They leave their groups; a validation counts them as wrong",
             tells=self._mesh.rank == 0,
+            texts=SANDBOXES if self._turns is None else ENVIRONMENTS,
         )
 
     def _reward_manager(self, max_new_tokens: int, validates: bool) -> RewardManager:
         if validates and self._scorer is not None:
             return RewardManager(self._scorer, scorer_settings(self._reward), max_new_tokens)
         assert self._pool is not None
-        return RewardManager(self._pool, self._reward, max_new_tokens, validates=validates)
+        return RewardManager(
+            self._pool,
+            self._reward,
+            max_new_tokens,
+            validates=validates,
+            discount=1.0 if self._turns is None else self._turns.discount,
+        )
 
     def _sample(
         self,
@@ -292,6 +311,7 @@ class Collector:
         rewards: RewardManager | None,
         by_group: bool,
         routes: RouteStore | None,
+        turns: FinishedTurns | None,
     ) -> tuple[dict[Key, PartialCompletion | Completion], dict[Key, Score], EngineUsage | None]:
         """What this rank's engine samples, the scores of finished completions, and its usage.
 
@@ -302,7 +322,10 @@ class Collector:
 
         def submit(request: Request, completion: Completion) -> None:
             assert rewards is not None
-            if by_group:
+            score = None if turns is None else turns.scores.pop(request.key, None)
+            if score is not None:
+                scores[request.key] = score
+            elif by_group:
                 scores[request.key] = UNSCORED
             else:
                 rewards.submit(by_key[request.key].prompt, completion, request.key)
@@ -311,7 +334,9 @@ class Collector:
         completions: dict[Key, PartialCompletion | Completion] = {}
         tokenizer = None if rewards is None else self.tokenizer
         with_routes = rewards is not None and routes is not None
-        running = self._engine.running_completions(step, tokenizer, submit, with_routes=with_routes)
+        running = self._engine.running_completions(
+            step, tokenizer, submit, with_routes=with_routes, turns=turns
+        )
         for ended in running.sample(work_queue):
             progress.add_one()
             progress.tick()

@@ -313,11 +313,13 @@ class Engine:
         score: Callable[[Request, Completion], None] = lambda request, completion: None,
         keeps_cache: bool = False,
         with_routes: bool = False,
+        turns: FinishedTurns | None = None,
     ) -> RunningCompletions:
         """A new `RunningCompletions`, which samples with the engine's weights.
 
         `step` is the step, counted from 0, that samples. With `with_routes`, for which the
-        engine must record them, completions end with their routes."""
+        engine must record them, completions end with their routes. `turns` answer finished turns,
+        where there are no tools."""
         return RunningCompletions(
             self._llm,
             self._settings,
@@ -326,7 +328,7 @@ class Engine:
             score=score,
             on_step=lambda: self.on_step(),
             keeps_cache=keeps_cache,
-            tools=self.tools,
+            tools=self.tools if turns is None else turns,
             routes_of=self._routes_of if with_routes else None,
         )
 

@@ -5,7 +5,8 @@
               interrupt |       | begin
                         |       v
     Request -- begin -> decoding ----> finished: a stop token, or `max_new_tokens`; its text, then `score`
-        ^                  |  <---> called: a tool's code runs, then its output is behind the tokens
+        ^                  |  <---> called: a tool's code runs, then its output is behind the tokens;
+        |                  |        or a finished answer is told something (`finished_turns`)
         |                  v
         +-- begin -- unfinished: `slice_tokens` are sampled
 
@@ -42,6 +43,7 @@ from rlmath.config.schema import RolloutConfig
 from rlmath.data.tokenizer import completion_text
 from rlmath.rollout.called_completions import CalledCompletions, FoundCalls
 from rlmath.rollout.engine_adapters import adapter_request
+from rlmath.rollout.finished_turns import FinishedTurns
 from rlmath.rollout.sampling import Key, Request
 
 _NAMES = itertools.count()
@@ -157,7 +159,7 @@ class RunningCompletions:
         score: Callable[[Request, Completion], None] = lambda request, completion: None,
         on_step: Callable[[], None] = lambda: None,
         keeps_cache: bool = False,
-        tools: CalledCompletions | None = None,
+        tools: CalledCompletions | FinishedTurns | None = None,
         routes_of: Callable[[str, int, int], Tensor] | None = None,
     ) -> None:
         """`settings` give the distribution where a request does not set its own.
@@ -166,10 +168,10 @@ class RunningCompletions:
         a tokenizer, as on ranks that do not lead their engine, neither happens. `score` gets the
         request, whose `so_far` may lack the last tokens. `on_step` is called before each step. With
         `keeps_cache`, completions keep their KV cache when new weights come: those begun later do
-        not share its blocks. `tools` answer calls; other completions of the engine that wait for
-        one must be `interrupted`. `routes_of` gives the experts of a request's tokens from the
-        first to the end of a range, by its name, which must all be of these weights: no completion
-        is interrupted."""
+        not share its blocks. `tools` answer calls, or finished turns; other completions of the
+        engine that wait for one must be `interrupted`. `routes_of` gives the experts of a request's
+        tokens from the first to the end of a range, by its name, which must all be of these
+        weights: no completion is interrupted."""
         self._core = llm.llm_engine.engine_core
         self._scheduler = (
             self._core.engine_core.scheduler
@@ -290,7 +292,7 @@ class RunningCompletions:
             self._keep_routes(name, decoding)
             request = decoding.request.with_more(decoding.sampled(self.weights))
             if not self._tools.submit(request, calls.calls):
-                yield self._finish(request, request.so_far, "length")
+                yield self._finish(request, request.so_far, self._tools.unanswered_reason)
 
     def _keep_routes(self, name: str, decoding: _Decoding) -> None:
         """Keep the routes of the tokens that the completion was sampled by and that have none yet.
@@ -319,7 +321,7 @@ class RunningCompletions:
         """Begin completions again whose calls are answered; call it before every step.
 
         Where all completions wait, so does it, for a while. Returns those that have ended: they are
-        lost, or at the end of their slice."""
+        lost, over, or at the end of their slice."""
         if self._tools is None:
             return []
         is_idle = not self.busy
@@ -332,6 +334,8 @@ class RunningCompletions:
         for answered in answers:
             if answered.is_lost:
                 ended.append(self._finish(answered.request, answered.request.so_far, "lost"))
+            elif answered.is_over:
+                ended.append(self._finish(answered.request, answered.request.so_far, "stop"))
             elif answered.request.slice_tokens == 0:
                 ended.append(self._leave(answered.request))
             else:

@@ -7,7 +7,7 @@ import sys
 from rlmath.algorithms.partial_rollouts import UnfinishedRules
 from rlmath.checkpoint.unfinished_groups import TOKEN_BYTES
 from rlmath.config.length_curriculum import (
-    tool_tokens,
+    unsampled_limit,
     with_longest_lengths,
     without_validation,
 )
@@ -42,7 +42,7 @@ def unfinished_bytes(config: Config) -> int:
     training = with_longest_lengths(without_validation(config)).rollout
     rules = unfinished_rules(config)
     completions = (rules.max_groups - rules.groups_per_step) * training.group_size
-    return completions * (training.max_new_tokens + tool_tokens(config.tools)) * TOKEN_BYTES
+    return completions * (training.max_new_tokens + unsampled_limit(config)) * TOKEN_BYTES
 
 
 def slice_tokens(rollout: RolloutConfig) -> int:

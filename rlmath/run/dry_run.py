@@ -480,11 +480,11 @@ def _steps(data: RunData) -> str:
 def _tokens(config: Config) -> str:
     longest_sequence = length_curriculum.sequence_length(config)
     sequences = config.data.prompts_per_step * config.rollout.group_size
-    most_given = length_curriculum.tool_tokens(config.tools)
+    most_given = length_curriculum.unsampled_limit(config)
     return (
         f"at most {sequences * longest_sequence:,} tokens a step: sequences of at most "
         f"{length_curriculum.sequence_text(config, keys=False)} = {longest_sequence}, "
-        f"{f'of which the tool gives up to {most_given}, ' if most_given else ''}packed into "
+        f"{f'of which up to {most_given} are not sampled, ' if most_given else ''}packed into "
         f"micro-batches of {config.policy.max_tokens_per_microbatch}"
     )
 

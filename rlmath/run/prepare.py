@@ -12,6 +12,7 @@ from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, Kind
 from rlmath.data import dataset
 from rlmath.data.audit import DataAudit
+from rlmath.data.feedback import check_feedback
 from rlmath.data.tool_chats import check_shown
 from rlmath.data.tool_formats import check_format
 from rlmath.planning.model_checks import check_teacher_tokenizer
@@ -59,6 +60,7 @@ def read_inputs(config: Config, shape: ModelShape, kind: Kind = "grpo") -> RunDa
     check_format(inputs.tokenizer, config.tools, shape.vocab_size)
     texts = [prompt.text for prompt in inputs.prompts]
     check_shown(texts, config.tools, source="data.train_path")
+    check_feedback(inputs.tokenizer, config, texts, shape.vocab_size)
     warnings = tuple(
         check_teacher_tokenizer(config.teacher.path, inputs.tokenizer, config.model.path)
     )
@@ -87,6 +89,8 @@ def try_data(
     for file in validation if tokenizer is not None else ():
         texts = [prompt.text for prompt in file.prompts]
         check_shown(texts, config.tools, source=file.path)
+        if config.environment.function is not None:
+            check_feedback(tokenizer, config, texts, shape.vocab_size)
     audit = (
         dataset.audit_inputs(config, inputs, validation, tokenizer=tokenizer)
         if checks_data

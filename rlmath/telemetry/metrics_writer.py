@@ -34,7 +34,7 @@ Row = dict[str, float]
 TIMED = """
 seconds/ tokens_per_second/ train/mfu rollout/mfu memory rollout/idle_share rollout/tail_share rollout/batch_fill
 rollout/trainer_busy_share rollout/engine_busy_share rollout/sequences_running rollout/scores_waiting sync/latency_s
-sync/transfer_s reward/queue_wait validation/seconds tools/wait
+sync/transfer_s reward/queue_wait validation/seconds tools/wait turns/wait
 """.split()
 """Beginnings of the names of metrics that are times and memory, or follow from them.
 

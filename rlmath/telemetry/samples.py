@@ -222,8 +222,10 @@ def completion_facts(completion: dict) -> str:
         for name, reward in rewards.items()
     ]
     values_text = f" ({', '.join(values)})" if values else ""
-    calls = len(completion.get("calls") or ())
-    calls_text = f", {counted(calls, 'call')}" if calls else ""
+    calls = completion.get("calls") or ()
+    calls_text = f", {counted(len(calls), 'call')}" if calls else ""
+    if calls and calls[-1]["status"] == "feedback":
+        calls_text = f", answer {len(calls) + 1}"
     return (
         f"reward {float(completion['reward']):+g}{values_text}, advantage "
         f"{float(completion['advantage']):+.3f},"

@@ -59,6 +59,7 @@ from rlmath.trainer.rollouts.engines import open_engine_workers, open_engines
 from rlmath.trainer.rollouts.synchronous import StepRollout, selection_rules
 from rlmath.trainer.step_hooks import StepHooks
 from rlmath.trainer.tool_metrics import tool_metrics, wait_metrics
+from rlmath.trainer.turn_metrics import turn_metrics
 from rlmath.trainer.validation import Validator
 from rlmath.trainer.void_turns import void_rule
 
@@ -198,7 +199,10 @@ class GrpoTrainer(PolicyTrainer):
         metrics |= update_metrics(update, learned, metrics["task_reward"], settings=algorithm)
         if self.config.tools.format is not None:
             metrics |= tool_metrics(selection, void_rule(self.config), self.config.tools)
-            metrics |= wait_metrics(rollout.rounds)
+            metrics |= wait_metrics(rollout.rounds, "tools")
+        if self.config.answers_turns:
+            metrics |= turn_metrics(selection, self.config.turns.feedback is not None)
+            metrics |= wait_metrics(rollout.rounds, "turns")
         in_loss = self.teacher is not None and self.config.teacher.loss == "full"
         metrics |= teaching_metrics(update, sampled=len(selection.sampled), every_group=in_loss)
         metrics |= update.critic_metrics | routing_metrics(update.routing)

@@ -72,12 +72,13 @@ def tool_metrics(selection: Selection, is_void: VoidRule, tools: ToolsConfig) ->
     return metrics
 
 
-def wait_metrics(rounds: Sequence[Sequence[EngineUsage]]) -> dict[str, float]:
+def wait_metrics(rounds: Sequence[Sequence[EngineUsage]], prefix: str) -> dict[str, float]:
     """The share of all engines' seconds in a step's rollouts (0 to 1) in which they only waited.
 
-    They waited for calls. Empty where there was no rollout."""
+    They waited for calls, with the prefix "tools", or for what follows turns, "turns". Empty where
+    there was no rollout."""
     usages = [usage for usages in rounds for usage in usages]
     if not usages:
         return {}
     seconds = sum(usage.seconds for usage in usages)
-    return {"tools/wait_share": sum(usage.waiting_seconds for usage in usages) / seconds}
+    return {f"{prefix}/wait_share": sum(usage.waiting_seconds for usage in usages) / seconds}

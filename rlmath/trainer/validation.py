@@ -40,7 +40,7 @@ from rlmath.telemetry.events import event
 from rlmath.telemetry.metrics_writer import read_metrics
 from rlmath.telemetry.reporter import ValidationResult
 from rlmath.workers.hooks import hooks_fingerprint
-from rlmath.workers.user_functions import scorer_hook
+from rlmath.workers.user_functions import environment_hook, scorer_hook
 
 logger = logging.getLogger(__name__)
 
@@ -271,6 +271,12 @@ def _measure(config: Config, measured: bool = False) -> dict[str, Any]:
         scored["right"] = "by the verifier"
     if (tools := measured_tools(config.tools)) is not None:
         scored["tools"] = tools
+    if (environment := environment_hook(config)) is not None:
+        scored["environment"] = {
+            "code": hooks_fingerprint([environment]),
+            "max": config.turns.max,
+            "max_feedback_tokens": config.turns.max_feedback_tokens,
+        }
     return scored | {
         "paths": list(settings.paths),
         "template": settings.template or config.data.template,

@@ -156,6 +156,8 @@ def checked_value(kind: str, returned: Any, shape: Sequence[int] = ()) -> Any:
         return bool(returned)
     if kind == "advantage":
         return _advantages(returned, list(shape))
+    if kind == "environment":
+        return _turn(returned)
     assert kind == "metric", kind
     named_values = dict(returned) if isinstance(returned, dict) else {"value": returned}
     numbers = {str(name): float(value) for name, value in named_values.items()}
@@ -180,6 +182,18 @@ def _reward(returned: Any, with_metrics: bool) -> tuple[float, list[tuple[str, f
         ) from error
     _check_numbers(reward, numbers)
     return reward, list(numbers.items())
+
+
+def _turn(returned: Any) -> tuple[str | None, list[tuple[str, float]]]:
+    """(text or None, figures) as plain data; ValueError for anything else."""
+    text, figures = returned if isinstance(returned, tuple) else (returned, {})
+    if text is not None and not isinstance(text, str):
+        raise ValueError("needed: a text, or None at the end, alone or with a dict of numbers")
+    if text is not None:
+        text.encode()  # half a surrogate pair is no text
+    numbers = {str(name): float(value) for name, value in list(figures.items())[:MAX_METRICS]}
+    _check_numbers(0.0, numbers)
+    return text, list(numbers.items())
 
 
 def _group_rewards(returned: Any, count: int) -> list[tuple[float, list[tuple[str, float]]]]:

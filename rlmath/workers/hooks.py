@@ -1,4 +1,4 @@
-"""Code of the user's at seven places of a run: types, names, loading and checks.
+"""Code of the user's at eight places of a run: types, names, loading and checks.
 
     from rlmath.workers import hooks
 
@@ -17,6 +17,7 @@ which one of `run.plugins` registers it. See docs/hooks.md.
 | selection | selection.dynamic_sampling | `Selection` |
 | advantage | algorithm.advantage | `Advantage` |
 | scorer | validation.scorer | `Scorer` |
+| environment | environment.function | `Environment` |
 | metric | telemetry.metrics | `Metric` |
 
 All are called in worker processes (`workers.user_functions`), with limits of time and memory: a
@@ -163,6 +164,18 @@ class Scorer(Protocol):
     ) -> bool | float: ...
 
 
+class Environment(Protocol):
+    """Maps a completion so far, the prompt's row and the number of its turn to what follows.
+
+    The texts are what the model sampled and what the function returned, in turn; the last one is
+    of the turn that has ended, of which the first is number 1. It returns the text that the model
+    reads next, or None where the completion is over, and may return figures for the metrics."""
+
+    def __call__(
+        self, texts: list[str], row: dict[str, Any], turn: int, /
+    ) -> str | tuple[str | None, dict[str, float]] | None: ...
+
+
 class Metric(Protocol):
     """Maps the groups that a step sampled to a number, or to numbers by key.
 
@@ -178,6 +191,7 @@ _ARGUMENTS = {
     "selection": ("group",),
     "advantage": ("rewards", "tokens"),
     "scorer": ("completion", "solutions", "row"),
+    "environment": ("texts", "row", "turn"),
     "metric": ("groups",),
 }
 
@@ -265,6 +279,7 @@ reward = _decorator("reward")
 selection = _decorator("selection")
 advantage = _decorator("advantage")
 scorer = _decorator("scorer")
+environment = _decorator("environment")
 metric = _decorator("metric")
 
 

@@ -158,6 +158,15 @@ def scorer_hook(config: Config) -> Hook | None:
     )
 
 
+def environment_hook(config: Config) -> Hook | None:
+    return hook_of(
+        "environment",
+        "environment.function",
+        config.environment.function,
+        plugins=config.run.plugins,
+    )
+
+
 def metric_hooks(config: Config) -> dict[str, Hook]:
     """The functions of `telemetry.metrics`, by the metric's name."""
     hooks = {}

@@ -26,6 +26,8 @@ FREE_TEXTS = {
     "reward.function",
     "run.plugins",
     "validation.scorer",
+    "turns.feedback",
+    "environment.function",
     "telemetry.metrics",
     "teacher.path",
     "reward.rewards",

@@ -241,7 +241,7 @@ def test_a_call_of_the_tool_is_drawn_behind_the_first_prompt(dry, tmp_path: Path
         "Tool: Python in fences, 2 calls of a completion at most, each with up to 64 tokens of "
         "output; isolation none, state session\n"
     )
-    assert line and "32 + 64 + 160 = 256, of which the tool gives up to 160, packed into" in out
+    assert line and "32 + 64 + 160 = 256, of which up to 160 are not sampled, packed into" in out
     drawn_lines = [line.split() for line in drawn.splitlines()[1:6]]
     prompt, call, code, output, answer = ("".join(words).replace("│", "") for words in drawn_lines)
     assert prompt == "promptAdd000+1"

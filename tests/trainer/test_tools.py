@@ -149,8 +149,8 @@ def test_the_share_that_waits_is_of_all_engines_seconds() -> None:
         [EngineUsage(4.0, 9, 0, fill=1.0, waiting_seconds=1.0), EngineUsage(3.0, 9, 0, fill=1.0)],
         [EngineUsage(2.0, 9, 0, fill=1.0, waiting_seconds=2.0), EngineUsage(1.0, 9, 0, fill=1.0)],
     ]
-    assert wait_metrics(rounds) == {"tools/wait_share": 0.3}
-    assert wait_metrics([]) == {}
+    assert wait_metrics(rounds, "tools") == {"tools/wait_share": 0.3}
+    assert wait_metrics([], "tools") == {}
 
 
 def test_lost_completions_say_nothing_of_the_model() -> None:

@@ -326,7 +326,7 @@ def test_a_function_that_cannot_be_loaded_or_fails_says_so(folder: Path) -> None
 
 
 def test_the_functions_of_the_docs_are_what_a_dry_run_takes(
-    tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made_arithmetic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All at once, from the blocks of docs/hooks.md; the data form leaves out one row in five."""
     blocks = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
@@ -340,7 +340,7 @@ def test_the_functions_of_the_docs_are_what_a_dry_run_takes(
     (example,) = re.findall(r"```yaml\n(.*?)```", DOCS, re.DOTALL)
     settings = yaml.safe_load(example)
     settings["run"] |= {"output_dir": "run", "device": "cpu"}
-    settings["model"] = {"path": str(tied_model)}
+    settings["model"] = {"path": str(made_arithmetic / "base")}
     settings["data"] |= {
         "train_path": "rows.jsonl",
         "max_unusable_share": 0.3,
@@ -349,13 +349,13 @@ def test_the_functions_of_the_docs_are_what_a_dry_run_takes(
     }
     settings["validation"] |= {"every_steps": 1, "paths": [str(_held(tmp_path))]}
     settings["rollout"] = {"group_size": 4, "max_new_tokens": 16, "cpu_kv_cache_gib": 0.1}
-    settings["policy"] = {"max_tokens_per_microbatch": 64}
+    settings["policy"] = {"max_tokens_per_microbatch": 512}
     Path("run.yaml").write_text(yaml.safe_dump(settings))
     lines = "\n".join(plan_lines(plan_run(load_config([Path("run.yaml")], []), 1)))
     assert (
         "Functions of yours: data.format=homework; data.template=brief; reward.function=digits; "
         "selection.dynamic_sampling=not_all_right; algorithm.advantage=best_only; "
-        "validation.scorer=exact; "
+        "validation.scorer=exact; environment.function=hints; "
         "telemetry.metrics: spread=spread; telemetry.metrics: long=own.py:share_of_long"
     ) in lines
     assert "4 rows cannot be used" in lines and "4: homework leaves it out" in lines

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from rlmath.checkpoint.hf.run_shapes import InspectedShapes, RunShapes
-from rlmath.config.length_curriculum import tool_tokens
+from rlmath.config.length_curriculum import feedback_tokens, tool_tokens, unsampled_limit
 from rlmath.config.schema import NO_LORA, AlgorithmConfig, Config
 from rlmath.data.dataset import critic_epochs
 from rlmath.distributed.mesh import Mesh
@@ -104,8 +104,11 @@ def batch_of(
     group = config.rollout.group_size
     most_calls = 0 if config.tools.format is None else config.tools.max_calls
     calls = TYPICAL_SHARE * most_calls if mean_calls is None else mean_calls
-    most_given = tool_tokens(config.tools)
-    given_tokens = most_given * calls / max(1, most_calls) if mean_given is None else mean_given
+    most_given = unsampled_limit(config)
+    given_tokens = mean_given
+    if given_tokens is None:
+        given_tokens = tool_tokens(config.tools) * calls / max(1, most_calls)
+        given_tokens += TYPICAL_SHARE * feedback_tokens(config)
     for option, mean_of_tools, most in (
         ("--mean-calls", calls, most_calls),
         ("--mean-given-tokens", given_tokens, most_given),
@@ -113,7 +116,7 @@ def batch_of(
         if not 0 <= mean_of_tools <= most:
             raise ValueError(
                 f"{option} is {mean_of_tools:g}; needed: from 0 to {most}, the most that tools.format, "
-                "tools.max_calls and tools.max_output_tokens allow"
+                "tools.max_calls and tools.max_output_tokens (or turns) allow"
             )
     return Batch(
         config.data.prompts_per_step * group,

@@ -40,7 +40,7 @@ from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
 from rlmath.run.recovery.rollbacks_file import read_rollbacks, rollbacks_of, superseded_by
 from rlmath.run.recovery.tokenizer_changes import tokenizer_changes
 from rlmath.workers.hooks import Hook, code_fingerprint, hooks_fingerprint, is_same_function
-from rlmath.workers.user_functions import advantage_hook, selection_hook
+from rlmath.workers.user_functions import advantage_hook, environment_hook, selection_hook
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class Origin:
     reward: str = ""
     """The files of the user's reward functions; they may change, with a warning."""
     hooks: str = ""
-    """The files of functions that select groups or give advantages.
+    """The files of functions that select groups, give advantages or answer turns.
 
     They may change, with a warning."""
     older_data: str = ""
@@ -138,8 +138,11 @@ def adapter_fingerprint(config: Config) -> str:
 
 
 def learning_hooks(config: Config) -> list[Hook]:
-    """The user's functions that decide what is learned: they select groups or give advantages."""
-    return [hook for hook in (selection_hook(config), advantage_hook(config)) if hook is not None]
+    """The user's functions that decide what is learned.
+
+    They select groups, give advantages, or answer turns."""
+    hooks = (selection_hook(config), advantage_hook(config), environment_hook(config))
+    return [hook for hook in hooks if hook is not None]
 
 
 def reward_fingerprint(reward: RewardConfig, plugins: Sequence[str] = ()) -> str:

@@ -37,6 +37,7 @@ from rlmath.rollout.collector import Collector
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.engine_messages import End, NewWeights
 from rlmath.rollout.engine_tools import open_tools
+from rlmath.rollout.engine_turns import open_turns
 from rlmath.rollout.memory_monitor import MemoryMonitor
 from rlmath.rollout.memory_switch import CPU_COMPARES_EVERY, MemorySwitch
 from rlmath.rollout.routes import RouteStore
@@ -189,6 +190,17 @@ class ColocatedEngines(Engines):
             stop_token_ids=inputs.stop_token_ids,
         )
         self.engine.tools = self._tools
+        prompts = [prompt.text for prompt in inputs.prompts]
+        if config.environment.function is not None:
+            prompts += [prompt.text for file in context.validation for prompt in file.prompts]
+        self._turns = open_turns(
+            config,
+            inputs.tokenizer,
+            mesh,
+            prompts,
+            continues_noise=self.engine.continues_noise,
+            stop_token_ids=inputs.stop_token_ids,
+        )
         self.collector = Collector(
             self.engine,
             mesh,
@@ -199,6 +211,7 @@ class ColocatedEngines(Engines):
             scorer=self._scorer,
             has_scorer=scorer_hook(config) is not None,
             routes=self.routes,
+            turns=self._turns,
         )
         rollouts = WholeRollouts if config.rollout.tail == "wait" else PartialRollouts
         self.rollouts = rollouts(config, inputs, self.collector, shapes=context.shapes, keep=keep)
@@ -276,6 +289,8 @@ class ColocatedEngines(Engines):
         self.engine.close()
         if self._tools is not None:
             self._tools.close()
+        if self._turns is not None:
+            self._turns.close()
         if self._scorer is not None:
             self._scorer.close()
 

@@ -43,8 +43,8 @@ from rlmath.checkpoint.unfinished_groups import UNFINISHED, read_unfinished, wri
 from rlmath.config.length_curriculum import (
     LengthStage,
     length_stage_at,
-    tool_tokens,
     unfinished_problem,
+    unsampled_limit,
 )
 from rlmath.config.schema import Config, RolloutConfig
 from rlmath.data.dataset import Inputs
@@ -329,7 +329,7 @@ class RolloutsWithUnfinished(StepRollouts):
         self.curriculum.require_draws(
             unfinished.next_draw, [group.draw for group in unfinished.groups]
         )
-        most_unsampled = tool_tokens(self._config.tools)
+        most_unsampled = unsampled_limit(self._config)
         # Engines on ranks of their own may have begun to sample with the weights of the checkpoint
         # already.
         latest = steps_done if rollout.ranks > 0 else steps_done - 1
