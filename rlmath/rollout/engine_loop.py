@@ -16,8 +16,8 @@ New weights while completions are being sampled (`rollout.on_new_weights`):
   begun later do not share its blocks.
 - "finish": they end first, and nothing is begun until then.
 
-A completion that waits for a call of a tool is one of them, which has no KV cache of its own: with
-"recompute" and "keep" it goes on with what the new weights compute of it.
+So is a completion in flight that waits for a call of a tool. It has left vLLM: with "recompute" and
+"keep" the new weights read all of it when it goes on.
 
 All ranks of an engine run this loop in lockstep: the first one, its leader, has the mailbox, and
 gives the others what it has read and drawn, at points that follow from the number of steps alone.

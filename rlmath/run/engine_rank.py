@@ -158,10 +158,10 @@ class EngineRank:
         return self._loop.run(on_weights)
 
     def close(self) -> None:
-        if self._mailbox is not None:
-            self._mailbox.close()
-        self._engine.close()
         if self._engine.tools is not None:
             self._engine.tools.close()
+        if self._mailbox is not None:
+            self._mailbox.close()  # the trainers end with it
+        self._engine.close()
         if self._scorer is not None:
             self._scorer.close()
