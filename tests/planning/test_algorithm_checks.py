@@ -228,7 +228,8 @@ PLUS_MINUS = (1.0, -1.0)
 ZERO_ONE = (1.0, 0.0)
 PAID = {
     **dict.fromkeys(
-        ("areal_ppo", "curriculum", "decoupled", "distill", "kpop", "lora", "tools"), FIVES
+        ("areal_ppo", "curriculum", "decoupled", "distill", "feedback", "kpop", "lora", "tools"),
+        FIVES,
     ),
     **dict.fromkeys(("critic", "dapo", "top_entropy"), PLUS_MINUS),
     "simplerl": (1.0, -0.5),
