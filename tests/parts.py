@@ -73,6 +73,7 @@ PARTS = {
         ),
         "test_async_run.py",
         "test_tools_demo.py",
+        "test_feedback_demo.py",
     ),
     "distributed": (
         *(

@@ -45,7 +45,7 @@ FEEDBACK = "feedback"
 """The algorithm whose demo has problems that are guessed at."""
 OPERATIONS = {
     TOOLS: ["--operation", "multiply"],
-    FEEDBACK: ["--operation", "guess", "--train", "1800", "--heldout", "200"],
+    FEEDBACK: ["--operation", "guess"],
 }
 """Options that make the problems of these demos; the others' are additions."""
 TOOL_WORDS = ("tools.format=fence", "tools.max_calls=1", "tools.max_output_tokens=64")

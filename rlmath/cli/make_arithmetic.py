@@ -25,12 +25,12 @@ which GRPO changes.
     {"prompt": "347*85=",
      "completion": "```python\\n347*85\\n```\\n```output\\n29495\\n```\\n\\\\boxed{29495}"}
 
-With `--operation guess` the answer of a problem is a sum or a difference, and nothing in it says
-which. Worked solutions guess, also behind a wrong answer that was told so: a model that learns from
-them guesses again, and GRPO teaches it to give the other answer (docs/turns.md).
+With `--operation guess` the answer of a problem is one of its two numbers, and nothing says which.
+Worked solutions guess, also behind an answer that was called wrong: a model that learns from them
+guesses again, and GRPO teaches it to give the other number (docs/turns.md).
 
-    {"prompt": "47?8=\\\\boxed{55}\\nThe answer 55 is not right. Try again.\\n",
-     "completion": "\\\\boxed{39}"}
+    {"prompt": "47?85=\\\\boxed{47}\\nThe answer 47 is not right. Try again.\\n",
+     "completion": "\\\\boxed{85}"}
 """
 
 from __future__ import annotations
@@ -56,8 +56,6 @@ LEFT_FACTORS = range(100, 1000)
 RIGHT_FACTORS = range(10, 100)
 CALLING = 0.25
 """Share of the worked products that call Python."""
-GUESSED_NUMBERS = range(20)
-"""The right one of two numbers whose sum or difference is guessed; the left is below NUMBERS."""
 RETRIES = 0.5
 """Share of the worked guesses that stand behind a wrong answer."""
 NOT_RIGHT = "\nThe answer {} is not right. Try again.\n"
@@ -127,23 +125,23 @@ class Multiplication(Problem):
 
 @dataclass(frozen=True)
 class Guess(Problem):
-    """One problem, such as 47?8, that does not say what is asked for."""
+    """One problem, such as 47?85, that does not say which of its numbers is asked for."""
 
     operation = "guess"
     sign = "?"
-    is_sum: bool
+    is_left: bool
 
     @property
     def result(self) -> int:
-        return self.left + self.right if self.is_sum else abs(self.left - self.right)
+        return self.left if self.is_left else self.right
 
 
 def make_guesses(seed: int, train: int, heldout: int) -> tuple[list[Guess], list[Guess]]:
-    """Training and held-out sums and differences of distinct pairs, as many of each by chance.
+    """Training and held-out problems of distinct pairs, whose answers are chance.
 
     Raises ValueError for counts below 1, or more rows than distinct problems.
     """
-    pairs = _distinct_pairs(seed, train, heldout, left=range(NUMBERS), right=GUESSED_NUMBERS)
+    pairs = _distinct_pairs(seed, train, heldout, left=range(NUMBERS), right=range(NUMBERS))
     rng = random.Random(f"{seed}:guesses")
     problems = [Guess(left, right, rng.random() < 0.5) for left, right in pairs]
     return problems[:train], problems[train:]
@@ -152,11 +150,11 @@ def make_guesses(seed: int, train: int, heldout: int) -> tuple[list[Guess], list
 def worked_guesses(problems: list[Guess], count: int, seed: int) -> list[dict[str, object]]:
     """Guessed answers of `count` problems drawn at random, RETRIES of them behind another one.
 
-    Every guess is a sum or a difference, as likely, whatever the problem's answer is."""
+    Every guess is one of the two numbers, as likely, whatever the problem's answer is."""
     rng = random.Random(f"{seed}:worked")
     rows: list[dict[str, object]] = []
     for problem in rng.choices(problems, k=count):
-        earlier, guess = (replace(problem, is_sum=rng.random() < 0.5) for _ in range(2))
+        earlier, guess = (replace(problem, is_left=rng.random() < 0.5) for _ in range(2))
         prompt = problem.prompt
         if rng.random() < RETRIES:
             prompt += earlier.solution + NOT_RIGHT.format(earlier.result)
@@ -275,8 +273,8 @@ def main(argv: list[str] | None = None) -> None:
         "--operation",
         choices=("add", "multiply", "guess"),
         default="add",
-        help="multiply: products, solved with a Python tool or guessed; guess: sums or "
-        "differences, the problem does not say which (default add)",
+        help="multiply: products, solved with a Python tool or guessed; guess: one of two "
+        "numbers, the problem does not say which (default add)",
     )
     parser.add_argument("--output", type=Path, required=True, help="new or empty folder")
     parser.add_argument(

@@ -313,6 +313,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
         "Data:",
         *(f"  {line}" for line in plan.data.lines),
         *(_tool_lines(plan) if plan.kind == "grpo" else ()),
+        *(_turn_lines(plan.config) if plan.kind == "grpo" else ()),
         *hook_lines(config, plan.kind),
         *(preset_lines(config) if plan.kind == "grpo" else ()),
         *(_reward_lines(config) if plan.kind == "grpo" else ()),
@@ -324,6 +325,20 @@ def plan_lines(plan: RunPlan) -> list[str]:
         *(f"  - {warning}".replace("\n", "\n    ") for warning in warnings),
         _verdict(plan),
     ]
+
+
+def _turn_lines(config: Config) -> Iterator[str]:
+    """A line about further turns, where there are some."""
+    turns = config.turns
+    if not config.answers_turns:
+        return
+    source = f'turns.feedback "{turns.feedback}", behind wrong ones'
+    if config.environment.function is not None:
+        source = config.environment.function
+    yield (
+        f"Turns: {turns.max} answers of a completion at most; between two up to "
+        f"{turns.max_feedback_tokens} tokens of {source}"
+    )
 
 
 def _tool_lines(plan: RunPlan) -> Iterator[str]:

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from rlmath.algorithms.types import Score
 from rlmath.cli.make_arithmetic import (
     CALLING,
+    RETRIES,
     SLIP,
     Addition,
     main,
@@ -18,6 +20,7 @@ from rlmath.cli.make_arithmetic import (
     worked_rows,
     worked_solution,
 )
+from rlmath.rollout.finished_turns import verdict_text
 
 TOOL = Path(__file__).resolve().parents[2] / "rlmath" / "cli" / "make_arithmetic.py"
 FILES = ("train", "heldout", "worked")
@@ -75,6 +78,34 @@ def test_products_are_right_and_some_solutions_call_python(tmp_path: Path):
     assert {row["prompt"] for row in worked} <= {row["prompt"] for row in train}
     assert {row["prompt"] for row in heldout} >= {row["prompt"] for row in worked_heldout}
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in heldout}
+
+
+def test_guesses_are_one_of_two_numbers_also_behind_a_wrong_answer(tmp_path: Path):
+    """Half of what is worked stands behind what `turns.feedback=verdict` says of an answer."""
+    options = ["--output", str(tmp_path), "--train", "400", "--heldout", "40", "--worked", "2000"]
+    main([*options, "--operation", "guess"])
+    train, worked = (
+        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "worked")
+    )
+    retries = first_numbers = asked_first = 0
+    for row in worked:
+        problem, _, behind = row["prompt"].partition("=")
+        left, right = map(int, problem.split("?"))
+        answers = [f"\\boxed{{{left}}}", f"\\boxed{{{right}}}"]
+        sentences = [
+            f"{answer}\n{verdict_text(Score(0.0, False, answer[7:-1], 'number'))}\n"
+            for answer in answers
+        ]
+        assert row["completion"] in answers and behind in ("", *sentences)
+        retries += behind != ""
+        first_numbers += row["completion"] == answers[0]
+    for row in train:
+        left = row["prompt"].partition("?")[0]
+        asked_first += row["solutions"] == [f"\\boxed{{{left}}}"]
+    assert retries / len(worked) == pytest.approx(RETRIES, abs=0.04)
+    assert first_numbers / len(worked) == pytest.approx(0.5, abs=0.06)
+    assert asked_first / len(train) == pytest.approx(0.5, abs=0.1)
 
 
 @pytest.mark.parametrize(("train", "heldout"), [(0, 1), (1, 0), (9990, 11)])

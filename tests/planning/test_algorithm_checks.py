@@ -228,7 +228,7 @@ PLUS_MINUS = (1.0, -1.0)
 ZERO_ONE = (1.0, 0.0)
 PAID = {
     **dict.fromkeys(
-        ("areal_ppo", "curriculum", "decoupled", "distill", "experts", "kpop", "lora", "tools"),
+        "areal_ppo curriculum decoupled distill experts feedback kpop lora tools".split(),
         FIVES,
     ),
     **dict.fromkeys(("critic", "dapo", "top_entropy"), PLUS_MINUS),

@@ -358,6 +358,9 @@ def test_the_functions_of_the_docs_are_what_a_dry_run_takes(
         "validation.scorer=exact; environment.function=hints; "
         "telemetry.metrics: spread=spread; telemetry.metrics: long=own.py:share_of_long"
     ) in lines
+    assert (
+        "Turns: 2 answers of a completion at most; between two up to 256 tokens of hints" in lines
+    )
     assert "4 rows cannot be used" in lines and "4: homework leaves it out" in lines
     assert "'1'" in lines and "Q: 1+1\\nA:" in lines
 
