@@ -35,7 +35,6 @@ from safetensors.numpy import load, save
 from rlmath.algorithms.dynamic_sampling import Chosen
 from rlmath.algorithms.types import Completion, Prompt, ScoredGroup
 from rlmath.checkpoint.directory import PARTIAL
-from rlmath.checkpoint.route_files import route_file
 from rlmath.checkpoint.unfinished_groups import (
     TokenReader,
     place_rows,
@@ -46,11 +45,11 @@ from rlmath.checkpoint.unfinished_groups import (
     read_score,
     read_segments,
     read_text,
+    route_file,
     segment_rows,
 )
 from rlmath.config.files import parse_json, read_regular
 from rlmath.config.run_files import CAPTURES_FOLDER, CONFIG_FILE
-from rlmath.data.routes import places_of
 
 CAPTURE_FILE = "capture.json"
 GROUPS_FILE = "groups.jsonl"
@@ -272,8 +271,9 @@ def read_capture(folder: Path) -> Capture:
         for name in _DIGESTED:
             _check_digest(name, files[name], digests)
         rows = list(_read_groups(files[GROUPS_FILE].splitlines(), load(files[TOKENS_FILE])))
-        places = places_of(completion for group, _ in rows for completion in group.completions)
-        for name in sorted({route_file(place.rank) for place in places}):
+        completions = [completion for group, _ in rows for completion in group.completions]
+        ranks = {place.rank for completion in completions for place in completion.routes_at}
+        for name in map(route_file, sorted(ranks)):
             _check_digest(name, read_regular(folder / name, _MOST_BYTES), digests)
         update = header.pop("update")
         weights_before = header.pop("weights_before")

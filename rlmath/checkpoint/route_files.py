@@ -26,11 +26,6 @@ FAST = 1
 """zlib's level: numbers of experts have little to be found by looking longer."""
 
 
-def route_file(rank: int) -> str:
-    """Name of the file of a rank."""
-    return f"routes-{rank:05d}.safetensors"
-
-
 def write_routes(routes: Mapping[int, Tensor]) -> bytes:
     """The file's contents: the routes of slices, each [N, L, K], by their number."""
     stream = zlib.compressobj(FAST)

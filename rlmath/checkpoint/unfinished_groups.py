@@ -116,6 +116,11 @@ def read_unfinished(
         raise ValueError(f"{UNFINISHED} is damaged ({type(error).__name__}: {error})") from error
 
 
+def route_file(rank: int) -> str:
+    """Name of the file of a rank's routes (`checkpoint.route_files`)."""
+    return f"routes-{rank:05d}.safetensors"
+
+
 def place_rows(places: Sequence[RoutesAt]) -> list[list[int]]:
     """The places of slices' experts as JSON."""
     return [[place.rank, place.number, place.tokens] for place in places]

@@ -34,7 +34,8 @@ from rlmath.algorithms.types import (
     ScoredGroup,
     scored_group,
 )
-from rlmath.checkpoint.route_files import route_file, write_routes
+from rlmath.checkpoint.route_files import write_routes
+from rlmath.checkpoint.unfinished_groups import route_file
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import RewardConfig, RolloutConfig
 from rlmath.data.routes import places_of

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlmath.algorithms.types import RoutesAt
-from rlmath.checkpoint.route_files import read_routes, route_file, write_routes
+from rlmath.checkpoint.route_files import read_routes, write_routes
+from rlmath.checkpoint.unfinished_groups import route_file
 from rlmath.config.model_shape import ModelShape
 from rlmath.distributed.collectives import all_gather_objects, first_error
 

@@ -10,7 +10,8 @@ import torch
 from safetensors.numpy import load, save
 
 from rlmath.algorithms.types import RoutesAt
-from rlmath.checkpoint.route_files import read_routes, route_file, write_routes
+from rlmath.checkpoint.route_files import read_routes, write_routes
+from rlmath.checkpoint.unfinished_groups import route_file
 from rlmath.rollout.routes import RouteStore, load_routes
 from tests.planning.test_memory_estimate import QWEN_30B_A3B
 

@@ -39,7 +39,8 @@ from rlmath.checkpoint.capture import (
     write_capture,
 )
 from rlmath.checkpoint.directory import MANIFEST
-from rlmath.checkpoint.route_files import route_file, write_routes
+from rlmath.checkpoint.route_files import write_routes
+from rlmath.checkpoint.unfinished_groups import route_file
 from rlmath.cli.train import replay as replay_command
 from rlmath.config.length_curriculum import length_stages
 from rlmath.config.load import config_as_yaml
