@@ -16,8 +16,8 @@ def test_a_tiny_model_that_can_only_guess_learns_to_give_the_other_answer(tmp_pa
     output_option = f"--output={tmp_path / 'demo'}"
     output = run("-m", "rlmath.cli.demo", "--algorithm=feedback", output_option, timeout=3500)
     steps = read_metrics(str(tmp_path / "demo" / "run"))
-    assert max(step["turns/accuracy_first"] for step in steps) < 0.8
-    assert steps[0]["turns/accuracy"] < 0.85
     last_accuracy = steps[-1]["turns/accuracy"]
-    assert last_accuracy > 0.95
+    assert max(step["turns/accuracy_first"] for step in steps) < 0.7
+    assert last_accuracy > steps[-1]["turns/accuracy_first"] + 0.2
+    assert last_accuracy > steps[0]["turns/accuracy"] + 0.2
     assert f"{last_accuracy:.1%} after one retry." in output.stdout
