@@ -99,7 +99,7 @@ class Feedback:
 
     def _outcome(self, score: Score) -> TurnOutcome:
         """What follows a judged answer; one that could not be judged is not called wrong."""
-        if score.correct or score.verdict in FAILURES:
+        if score.correct or score.failures or score.verdict in FAILURES:
             return TurnOutcome(score=score)
         text = verdict_text(score) if self._text == VERDICT else self._text
         return TurnOutcome(text, score=score)

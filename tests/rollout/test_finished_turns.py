@@ -25,7 +25,13 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.rewards.reward_manager import RewardManager, RewardWorkers, open_reward_workers
 from rlmath.rollout.engine import prepare_environment
 from rlmath.rollout.engine_turns import EngineTurns, open_turns
-from rlmath.rollout.finished_turns import FinishedTurns, SharedReplies, verdict_text
+from rlmath.rollout.finished_turns import (
+    Feedback,
+    FinishedTurns,
+    SharedReplies,
+    TurnOutcome,
+    verdict_text,
+)
 from rlmath.rollout.sampling import Key, Request
 from tests.data.chat_templates import CHATS
 from tests.data.tool_chat_templates import byte_tokenizer
@@ -154,6 +160,25 @@ def test_a_right_answer_ends_at_once_and_the_last_one_is_not_told(scorer: Reward
     assert scored is not None and scored.retries == 2 and scored.finish_reason == "stop"
 
 
+def test_an_answer_that_one_of_several_rewards_could_not_judge_is_not_called_wrong(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "own.py").write_text(
+        "def none(text, solutions, row):\n    return 0.0\n"
+        "def broken(text, solutions, row):\n    raise RuntimeError('no licence')\n"
+    )
+    names = ("none", "broken")
+    reward = RewardConfig(rewards=[f"{name}={tmp_path}/own.py:{name}" for name in names])
+    with open_reward_workers(reward) as workers:
+        feedback = Feedback(RewardManager(workers, reward, 999), "verdict")
+        feedback.ask(PLAIN, Completion(0, (7,), (-1.0,), "7", "stop", 0), (0, 0))
+        outcomes: list[tuple[Key, TurnOutcome]] = []
+        while not outcomes:
+            outcomes = feedback.outcomes(60.0)
+    ((_, outcome),) = outcomes
+    assert outcome.text is None and outcome.score is not None and not outcome.score.correct
+
+
 def test_any_other_text_is_told_as_it_stands(scorer: RewardWorkers) -> None:
     text = "Your answer is either wrong or not parsable. Please try again."
     turns = turns_of(TurnsConfig(feedback=text), scorer)
@@ -172,7 +197,7 @@ def test_only_sampled_tokens_count_as_new_ones(scorer: RewardWorkers) -> None:
     running.begin(request)
     running.step()
     while not core.requests:
-        running._resume_called()
+        running.resume_called()
     (resumed,) = core.requests.values()
     assert resumed.sampling_params.max_tokens == 20
     assert len(resumed.prompt["prompt_token_ids"]) > len(first) + 20
