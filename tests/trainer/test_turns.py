@@ -31,7 +31,7 @@ from rlmath.planning.setting_tables import conflicts, without_effect
 from rlmath.rewards.reward_manager import RewardManager, open_reward_workers
 from rlmath.telemetry.samples import SampleWriter, read_samples
 from rlmath.trainer.policy_update import make_samples
-from rlmath.trainer.rollouts.synchronous import selection_rules
+from rlmath.trainer.rollouts.synchronous import selection_rules, unscored
 from rlmath.trainer.turn_metrics import turn_metrics
 from rlmath.trainer.validation import _measure
 
@@ -140,6 +140,15 @@ def test_first_and_corrected_answers_are_those_that_ended_their_completions() ->
     assert metrics["turns/accuracy"] == 0
     assert metrics["turns/accuracy_first"] == pytest.approx(1 / 3)
     assert metrics["turns/corrected"] == pytest.approx(1 / 3)
+
+
+def test_what_another_reward_function_has_called_wrong_is_sampled_anew() -> None:
+    """None of its completions has ended."""
+    begun = PartialCompletion().extended((7, 1), (-0.5,) * 2, policy_version=3, step=2)
+    group = UnfinishedGroup(7, 2, (begun, begun))
+    assert unscored(group, 4) is group
+    told = replace(group, samples=(begun, begun.answered([CALL], (4,))))
+    assert unscored(told, 4) == replace(told.nothing_sampled(told.deferred), first_step=4)
 
 
 def test_a_checkpoint_keeps_feedback_and_figures() -> None:
