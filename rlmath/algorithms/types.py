@@ -132,7 +132,7 @@ class Completion:
     """Decoded from what the model sampled, without special tokens and outputs of tools."""
     finish_reason: FinishReason
     """"length" when it was cut off at `rollout.max_new_tokens` or had no call left; "lost" where
-    the machine was at fault and a tool gave no result."""
+    a tool's machine or the user's environment was at fault and gave no result."""
     policy_version: int
     """Version of the policy's weights that the engine sampled its last token with."""
     segments: tuple[Segment, ...] = ()
@@ -161,7 +161,9 @@ class Completion:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the machine was at fault, so that it says nothing of the model."""
+        """Whether a tool's machine or the user's environment was at fault.
+
+        It says nothing of the model then."""
         return self.finish_reason == "lost"
 
     @property

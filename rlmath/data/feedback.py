@@ -11,6 +11,7 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlmath.config.schema import Config
@@ -51,7 +52,7 @@ class FeedbackTokens:
 
     def is_chat(self, prompt: str) -> bool:
         """Whether a prompt ends as the chat template ends prompts."""
-        return bool(self._generation) and prompt.endswith(self._generation)
+        return bool(self._generation.strip()) and prompt.endswith(self._generation)
 
     def goes_on(self, prompt: str, last_token: int) -> bool:
         """Whether a further turn can stand behind this end of an answer.
@@ -63,8 +64,9 @@ class FeedbackTokens:
     def behind(self, prompt: str, text: str) -> ShownOutputs:
         """What stands behind an answer to a prompt: the text, cut where it is too long."""
         chat = self.chat if self.is_chat(prompt) else None
-        visible, _ = shown_text(text, 0, self._most_characters)
-        return (chat or self.plain).outputs((), [SampledCall("")], [visible])
+        shown, left_out = shown_text(text, 0, self._most_characters)
+        outputs = (chat or self.plain).outputs((), [SampledCall("")], [shown])
+        return replace(outputs, are_cut=[left_out > 0 or outputs.are_cut[0]])
 
 
 def check_feedback(

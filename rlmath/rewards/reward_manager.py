@@ -453,7 +453,11 @@ class RewardManager:
         WorkerPool.results(futures, on_progress)
 
     def await_any(self, seconds: float) -> None:
-        """Wait until something that is submitted may have its scores, at most so long."""
+        """Wait until something that is submitted may have its scores, at most so long.
+
+        Returns at once where scores are there."""
+        if any(submitted.is_done for submitted in self._submitted):
+            return
         futures = [future for submitted in self._submitted for future in submitted.all_futures]
         wait_for([future for future in futures if not future.done()], seconds, FIRST_COMPLETED)
 

@@ -204,7 +204,7 @@ class RewardWorkers:
         """Queue all completions of a prompt for every function that takes groups.
 
         Results are in the order of the completions."""
-        texts = [completion.text for completion in completions]
+        texts = [completion.last_answer for completion in completions]
         return {
             name: self.by_name[name].call_group(texts, prompt.solutions, prompt.row)
             for name in self.of_groups

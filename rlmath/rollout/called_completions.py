@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 
 from rlmath.algorithms.types import FinishReason, PartialCompletion, ToolCall, turn_tokens
 from rlmath.config.schema import ToolsConfig
+from rlmath.config.terminal import visible
 from rlmath.data.tokenizer import completion_text
 from rlmath.data.tool_fences import most_output_characters
 from rlmath.data.tool_formats import ToolFormat
@@ -341,13 +342,14 @@ def check_lost(
 ) -> None:
     """Warn of completions that were lost, and of the outcome, where this rank `tells`.
 
-    `reasons` has one for each, `calling` is the number of completions with calls. RuntimeError, on
-    all ranks, where many are lost."""
+    `reasons` has one for each, whose first line is told; `calling` is the number of completions
+    with calls. RuntimeError, on all ranks, where many are lost."""
     if not reasons:
         return
     lost = len(reasons)
     cause, advice = texts
-    text = f"{lost} of {calling} {cause}. The first: {reasons[0].strip()}"
+    first_line = reasons[0].strip().partition("\n")[0]
+    text = f"{lost} of {calling} {cause}. The first: {visible(first_line)}"
     if lost >= FEW_LOST and lost > MOST_LOST_SHARE * calling:
         raise RuntimeError(f"{text}. {advice}")
     if tells:

@@ -264,9 +264,9 @@ class Collector:
         return sampled, [usage for _, _, usage in gathered if usage is not None]
 
     def _check_lost(self, by_key: Mapping[Key, Work], sampled: Mapping[Key, Sampled]) -> None:
-        """Warn of completions that were lost with their calls; RuntimeError where many are.
+        """Warn of completions that a tool's machine or the user's environment has lost.
 
-        All of a rollout in an environment count as calling."""
+        RuntimeError where many are. All of a rollout in an environment count as calling."""
         completions = {
             key: sample.completion if isinstance(sample, ScoredCompletion) else sample
             for key, sample in sampled.items()

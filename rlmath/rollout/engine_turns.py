@@ -86,8 +86,11 @@ def open_turns(
     """What answers the finished turns of this rank's engine; None where the first answer ends.
 
     `prompts` are the texts of all prompts. The engine's leader alone has the chat template write
-    conversations, which the start has tried. ValueError, on all ranks, for an engine whose noise
-    does not follow from seed and position (`continues_noise`)."""
+    conversations, which the start has tried; it may take too long there all the same.
+
+    ValueError for that, and for an engine whose noise does not follow from seed and position
+    (`continues_noise`), OSError where the machine has no process for the user's function. All ranks
+    of the engine raise it."""
     if not config.answers_turns:
         return None
     if not continues_noise:
@@ -96,7 +99,16 @@ def open_turns(
             "first model runner (its log says why), whose noise begins anew in every turn. Set "
             "turns.feedback=null and environment.function=null"
         )
-    tokens: FeedbackTokens | None = None
+    turns: EngineTurns | None = None
+    errors: list[ValueError | RuntimeError | OSError] = []
     if mesh.is_engine_leader:
-        tokens = FeedbackTokens(tokenizer, config.turns.max_feedback_tokens, prompts)
-    return EngineTurns(config, mesh, stop_token_ids, tokens=tokens)
+        try:
+            tokens = FeedbackTokens(tokenizer, config.turns.max_feedback_tokens, prompts)
+            turns = EngineTurns(config, mesh, stop_token_ids, tokens=tokens)
+        except (ValueError, RuntimeError, OSError) as error:
+            errors.append(error)
+    if mesh.engine_size > 1:
+        errors = share_in_engine(errors)
+    if errors:
+        raise errors[0]
+    return turns or EngineTurns(config, mesh, stop_token_ids, tokens=None)

@@ -12,12 +12,14 @@ turns, in the same tokens; the engine's leader has workers and tokenizer, and sh
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Protocol
 
 from rlmath.algorithms.types import (
@@ -31,6 +33,7 @@ from rlmath.algorithms.types import (
 )
 from rlmath.answers.verifier import FAILURES
 from rlmath.config.schema import TurnsConfig
+from rlmath.config.terminal import visible
 from rlmath.data.feedback import FeedbackTokens
 from rlmath.data.tokenizer import completion_text
 from rlmath.rewards.reward_manager import RewardManager
@@ -45,6 +48,8 @@ from rlmath.rollout.called_completions import (
 from rlmath.rollout.sampling import Key, Request
 from rlmath.workers.function_calls import HookResult
 from rlmath.workers.worker_pool import WorkerPool
+
+logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3
 """Calls of an environment for a turn, where the ones before failed."""
@@ -73,8 +78,8 @@ class TurnOutcome:
 class TurnAnswers(Protocol):
     """Says what follows finished turns, by workers."""
 
-    def ask(self, prompt: Prompt, completion: Completion, key: Key) -> None:
-        """Ask what follows a completion that ends with its last turn."""
+    def ask(self, prompt: Prompt, completion: Completion, key: Key, turns: list[str]) -> None:
+        """Ask what follows a completion that ends with the last of these turns."""
 
     def outcomes(self, seconds: float) -> list[tuple[Key, TurnOutcome]]:
         """The outcomes that are there; waits for one, at most so long."""
@@ -89,7 +94,7 @@ class Feedback:
         self._rewards = rewards
         self._text = text
 
-    def ask(self, prompt: Prompt, completion: Completion, key: Key) -> None:
+    def ask(self, prompt: Prompt, completion: Completion, key: Key, turns: list[str]) -> None:
         self._rewards.submit(prompt, completion, key)
 
     def outcomes(self, seconds: float) -> list[tuple[Key, TurnOutcome]]:
@@ -99,7 +104,7 @@ class Feedback:
 
     def _outcome(self, score: Score) -> TurnOutcome:
         """What follows a judged answer; one that could not be judged is not called wrong."""
-        if score.correct or score.verdict in FAILURES:
+        if score.correct or score.failures or score.verdict in FAILURES:
             return TurnOutcome(score=score)
         text = verdict_text(score) if self._text == VERDICT else self._text
         return TurnOutcome(text, score=score)
@@ -131,11 +136,11 @@ class Environment:
         self._pool = pool
         self._calls: dict[Key, _EnvironmentCall] = {}
 
-    def ask(self, prompt: Prompt, completion: Completion, key: Key) -> None:
-        texts = [completion.turns[0]]
-        for call, turn in zip(completion.calls, completion.turns[1:], strict=True):
+    def ask(self, prompt: Prompt, completion: Completion, key: Key, turns: list[str]) -> None:
+        texts = [turns[0]]
+        for call, turn in zip(completion.calls, turns[1:], strict=True):
             texts += [call.output, turn]
-        self._call(key, (texts, prompt.row, len(completion.turns)), attempt=1)
+        self._call(key, (texts, prompt.row, len(turns)), attempt=1)
 
     def _call(self, key: Key, arguments: tuple[list[str], dict, int], attempt: int) -> None:
         self._calls[key] = _EnvironmentCall(arguments, attempt, self._pool.call_hook(arguments))
@@ -253,7 +258,9 @@ class FinishedTurns:
             so_far = request.so_far
             text = self.text_of(so_far, stopped=True)
             completion = so_far.finished(request.key[1], text, "stop")
-            self._answers.ask(self._prompt_of(request.key), completion, request.key)
+            runs = segment_runs(so_far)
+            turns = [self._turn_text(token_ids) for is_sampled, token_ids in runs if is_sampled]
+            self._answers.ask(self._prompt_of(request.key), completion, request.key, turns=turns)
         return True
 
     def _goes_on(self, request: Request) -> bool:
@@ -289,9 +296,11 @@ class FinishedTurns:
             call = ToolCall("", outcome.failure, "lost", position=len(text), seconds=seconds)
             return _Reply(call)
         prompt = self._prompt_of(key).text
-        can_go_on = self._goes_on(waiting.request) and self._tokens.goes_on(
-            prompt, so_far.token_ids[-1]
-        )
+        can_go_on = outcome.text is not None and self._goes_on(waiting.request)
+        last_token = so_far.token_ids[-1]
+        if can_go_on and not self._tokens.goes_on(prompt, last_token):
+            _warn_of_end(str(self._tokens.plain.tokenizer.convert_ids_to_tokens(last_token)))
+            can_go_on = False
         if outcome.text is None or not can_go_on:
             if outcome.score is not None:
                 self.scores[key] = outcome.score
@@ -326,14 +335,24 @@ class FinishedTurns:
     def text_of(self, completion: PartialCompletion, stopped: bool) -> str:
         """All that is sampled of a completion, as text, without the ends of turns.
 
-        Feedback begins a line. `stopped`: the completion is at the end of a turn."""
-        assert self._tokens is not None
+        Feedback begins a line."""
         text = ""
-        runs = segment_runs(completion)
-        for number, (is_sampled, token_ids) in enumerate(runs, start=1):
-            if is_sampled:
-                ends = stopped or number < len(runs)
-                text += completion_text(self._tokens.plain.tokenizer, token_ids, stopped=ends)
-            else:
-                text += line_end(text)
+        for is_sampled, token_ids in segment_runs(completion):
+            text += self._turn_text(token_ids) if is_sampled else line_end(text)
         return text
+
+    def _turn_text(self, token_ids: Sequence[int]) -> str:
+        """The text of a turn without its end, whether or not the completion goes on."""
+        assert self._tokens is not None
+        is_finished = token_ids[-1] in self._ends
+        return completion_text(self._tokens.plain.tokenizer, token_ids, stopped=is_finished)
+
+
+@cache
+def _warn_of_end(token: str) -> None:
+    """Warn, once, of answers in a chat behind which nothing can stand."""
+    logger.warning(
+        "an answer in a chat ends with %r, with which the chat template ends no turn: it is told "
+        "nothing, and so is every other that does",
+        visible(token),
+    )

@@ -94,6 +94,23 @@ def test_plain_feedback_stands_on_lines_of_its_own() -> None:
     assert feedback.chat is None and feedback.goes_on(PLAIN, 5)
 
 
+def test_what_is_cut_by_characters_is_cut() -> None:
+    """It has few tokens then, which all are shown."""
+    feedback = FeedbackTokens(byte_tokenizer(), MOST, [PLAIN])
+    feedback._most_characters = 4
+    output = feedback.behind(PLAIN, "abcdefgh")
+    assert output.texts == ["ab\n[... 4 characters left out ...]\ngh"]
+    assert output.are_cut == [True]
+    assert feedback.behind(PLAIN, "abcd").are_cut == [False]
+
+
+def test_white_space_alone_makes_no_prompt_a_chat() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    feedback = FeedbackTokens(tokenizer, MOST, ["6x7=?\n"])
+    assert feedback.chat is None and not feedback.is_chat("6x7=?\n")
+
+
 def test_another_stop_token_ends_a_conversation() -> None:
     tokenizer = tokenizer_of("bytes", "qwen2.5")
     prompt = prompt_of(tokenizer)

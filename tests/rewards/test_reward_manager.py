@@ -1,5 +1,6 @@
 """The way from the settings to scores, as the rollout requests them."""
 
+import threading
 from dataclasses import replace
 from typing import Literal
 
@@ -60,6 +61,31 @@ def test_scores_come_in_the_order_of_asking_and_once(pool):
         (-5.0, False, False, "no_answer"),
     ]
     assert manager.collect() == []
+
+
+def test_scores_that_are_there_are_not_waited_for(tmp_path):
+    """The second call goes on until then."""
+    flag = tmp_path / "flag"
+    (tmp_path / "own.py").write_text(
+        "import os, time\n\ndef slow(completion, solutions, row):\n"
+        f"    while 'wait' in completion and not os.path.exists({str(flag)!r}):\n"
+        "        time.sleep(0.01)\n    return 1.0\n"
+    )
+    reward = RewardConfig(function=f"{tmp_path}/own.py:slow", workers=2, timeout_seconds=300.0)
+    with open_reward_workers(reward) as workers:
+        manager = RewardManager(workers, reward, 100)
+        manager.submit(prompt(), completion("now"), "now")
+        manager.wait()
+        manager.submit(prompt(), completion("wait"), "wait")
+        waiting = threading.Thread(target=manager.await_any, args=(600.0,))
+        waiting.start()
+        waiting.join(20)
+        returned = not waiting.is_alive()
+        flag.touch()
+        manager.wait()
+        waiting.join()
+        assert returned
+        assert [key for key, _ in manager.take_finished()] == ["now", "wait"]
 
 
 def test_the_question_of_a_prompt_reaches_the_verifier(pool):

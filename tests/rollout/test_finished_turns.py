@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,13 +26,22 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.rewards.reward_manager import RewardManager, RewardWorkers, open_reward_workers
 from rlmath.rollout.engine import prepare_environment
 from rlmath.rollout.engine_turns import EngineTurns, open_turns
-from rlmath.rollout.finished_turns import FinishedTurns, SharedReplies, verdict_text
+from rlmath.rollout.finished_turns import (
+    Feedback,
+    FinishedTurns,
+    SharedReplies,
+    TurnOutcome,
+    _warn_of_end,
+    verdict_text,
+)
 from rlmath.rollout.sampling import Key, Request
 from tests.data.chat_templates import CHATS
 from tests.data.tool_chat_templates import byte_tokenizer
 
 prepare_environment("cpu")
 # vLLM reads the environment when it is imported.
+from vllm.distributed import parallel_state  # noqa: E402
+
 from rlmath.rollout.running_completions import Ended  # noqa: E402
 from tests.rollout.test_running_completions import Core, running_of  # noqa: E402
 
@@ -52,6 +62,9 @@ def hints(texts, row, turn):
     if "42" in texts[-1]:
         return None, {"turns": turn}
     return f"Hint {turn}: not {texts[-1]!r}", {"hints": 1}
+
+def shows(texts, row, turn):
+    return "|".join(texts)
 
 def breaks(texts, row, turn):
     if "42" in texts[-1]:
@@ -154,6 +167,26 @@ def test_a_right_answer_ends_at_once_and_the_last_one_is_not_told(scorer: Reward
     assert scored is not None and scored.retries == 2 and scored.finish_reason == "stop"
 
 
+def test_an_answer_that_one_of_several_rewards_could_not_judge_is_not_called_wrong(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "own.py").write_text(
+        "def none(text, solutions, row):\n    return 0.0\n"
+        "def broken(text, solutions, row):\n    raise RuntimeError('no licence')\n"
+    )
+    names = ("none", "broken")
+    reward = RewardConfig(rewards=[f"{name}={tmp_path}/own.py:{name}" for name in names])
+    with open_reward_workers(reward) as workers:
+        feedback = Feedback(RewardManager(workers, reward, 999), "verdict")
+        completion = Completion(0, (7,), (-1.0,), "7", "stop", 0)
+        feedback.ask(PLAIN, completion, (0, 0), turns=["7"])
+        outcomes: list[tuple[Key, TurnOutcome]] = []
+        while not outcomes:
+            outcomes = feedback.outcomes(60.0)
+    ((_, outcome),) = outcomes
+    assert outcome.text is None and outcome.score is not None and not outcome.score.correct
+
+
 def test_any_other_text_is_told_as_it_stands(scorer: RewardWorkers) -> None:
     text = "Your answer is either wrong or not parsable. Please try again."
     turns = turns_of(TurnsConfig(feedback=text), scorer)
@@ -172,7 +205,7 @@ def test_only_sampled_tokens_count_as_new_ones(scorer: RewardWorkers) -> None:
     running.begin(request)
     running.step()
     while not core.requests:
-        running._resume_called()
+        running.resume_called()
     (resumed,) = core.requests.values()
     assert resumed.sampling_params.max_tokens == 20
     assert len(resumed.prompt["prompt_token_ids"]) > len(first) + 20
@@ -206,8 +239,10 @@ def test_a_slice_that_ends_with_an_answer_is_told_first(scorer: RewardWorkers) -
 
 
 def test_in_a_chat_the_sampled_end_of_a_turn_is_neither_doubled_nor_lost(
-    scorer: RewardWorkers,
+    scorer: RewardWorkers, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Nothing follows another end, which is warned of once."""
+    _warn_of_end.cache_clear()
     turns = turns_of(VERDICT, scorer, CHATTED)
     right = answer("\\boxed{42}", CHAT_END)
     _, scored = sampled(turns, [answer("\\boxed{7}", CHAT_END), right], prompt=CHATTED)
@@ -221,6 +256,8 @@ def test_in_a_chat_the_sampled_end_of_a_turn_is_neither_doubled_nor_lost(
     turns = turns_of(VERDICT, scorer, CHATTED)
     _, scored = sampled(turns, [answer("\\boxed{7}", END)], prompt=CHATTED)
     assert scored is not None and scored.calls == () and not turns.scores[0, 0].correct
+    sampled(turns_of(VERDICT, scorer, CHATTED), [answer("\\boxed{7}", END)], prompt=CHATTED)
+    assert len(caplog.messages) == 1 and "ends with '<|endoftext|>'" in caplog.text
 
 
 def test_thinking_that_a_plain_prompt_opens_ends_in_an_earlier_turn(scorer: RewardWorkers) -> None:
@@ -234,8 +271,13 @@ def test_thinking_that_a_plain_prompt_opens_ends_in_an_earlier_turn(scorer: Rewa
     assert scored.earlier_text == "Hm</think>\\boxed{7}\n"
 
 
-def test_the_ranks_of_an_engine_go_on_alike(scorer: RewardWorkers) -> None:
+@pytest.mark.parametrize("is_idle", [True, False])
+@pytest.mark.parametrize("text", ["\\boxed{7}", "\\boxed{42}", "lost"])
+def test_the_ranks_of_an_engine_go_on_alike(
+    scorer: RewardWorkers, place: Path, text: str, is_idle: bool
+) -> None:
     """The second rank has neither workers nor tokens: it takes what the first one shares."""
+    engine_turns = environment(place, "breaks") if text == "lost" else None
     shared: list[SharedReplies] = []
 
     def give(replies: SharedReplies) -> SharedReplies:
@@ -247,19 +289,73 @@ def test_the_ranks_of_an_engine_go_on_alike(scorer: RewardWorkers) -> None:
         return shared.pop(0)
 
     first = turns_of(VERDICT, scorer)
+    if engine_turns is not None:
+        lost = engine_turns.of_rollout(lambda key: PLAIN, None, validates=False)
+        assert lost is not None
+        first = lost
     first._share = give
     second = FinishedTurns(
         VERDICT, (END,), answers=None, tokens=None, prompt_of=lambda key: PLAIN, share=take
     )
-    wrong = answer("\\boxed{7}")
+    wrong = answer(text)
     so_far = NOTHING_SAMPLED.extended(wrong, [-1.0] * len(wrong), policy_version=2, step=1)
     request = Request((0, 0), (5,), 1, min_new_tokens=0, max_new_tokens=99, so_far=so_far)
     assert first.submit(request) and second.submit(request)
     answers = []
     while not answers:
-        answers = first.answered(is_idle=True)
-        assert second.answered(is_idle=True) == answers
-    assert len(first) == len(second) == 0 and answers[0].request.so_far.calls
+        answers = first.answered(is_idle)
+        assert second.answered(is_idle) == answers
+    if engine_turns is not None:
+        engine_turns.close()
+    (answered,) = answers
+    assert len(first) == len(second) == 0 and shared == []
+    assert answered.is_over == (text == "\\boxed{42}") and answered.is_lost == (text == "lost")
+    assert bool(answered.request.so_far.calls) != answered.is_over
+
+
+@pytest.mark.parametrize("errors", [[], [ValueError("the template takes too long")]])
+def test_all_ranks_of_an_engine_learn_what_its_leader_lacks(
+    monkeypatch: pytest.MonkeyPatch, errors: list[Exception]
+) -> None:
+    """vLLM's group gives the second rank what the first one has."""
+    group = SimpleNamespace(broadcast_object=lambda items, src: errors)
+    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: group)
+    second = Mesh(1, 2, 1, pipeline=1, engine_size=2)
+
+    def opened() -> EngineTurns | None:
+        return open_turns(
+            Config(turns=VERDICT), TOKENIZER, second, [], continues_noise=True, stop_token_ids=()
+        )
+
+    if errors:
+        with pytest.raises(ValueError, match="takes too long"):
+            opened()
+    else:
+        assert opened() is not None
+
+
+def test_a_leader_shares_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared: list[Exception] = []
+
+    def broadcast_object(items: list[Exception], src: int) -> list[Exception]:
+        shared.extend(items)
+        return items
+
+    group = SimpleNamespace(broadcast_object=broadcast_object)
+    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: group)
+    chat = byte_tokenizer()
+    chat.chat_template = CHATS["qwen3"].template
+    prompts = [render([user("6x7=")], chat, "the prompt of a chat")]
+    with pytest.raises(ValueError, match="only appends"):
+        open_turns(
+            Config(turns=VERDICT),
+            chat,
+            Mesh(0, 2, 1, pipeline=1, engine_size=2),
+            prompts,
+            continues_noise=True,
+            stop_token_ids=(),
+        )
+    assert len(shared) == 1
 
 
 @pytest.fixture(scope="module")
@@ -296,6 +392,16 @@ def test_an_environment_says_what_follows_every_turn(place: Path, validates: boo
     engine_turns.close()
 
 
+def test_an_environment_gets_turns_as_they_were_sampled(place: Path) -> None:
+    """The line that begins behind a turn is none of it; a sampled one is."""
+    engine_turns = environment(place, "shows")
+    turns = engine_turns.of_rollout(lambda key: PLAIN, None, validates=False)
+    _, scored = sampled(turns, list(map(answer, ("1", "2\n", "3"))))  # type: ignore[arg-type]
+    engine_turns.close()
+    assert scored is not None
+    assert [call.output for call in scored.calls] == ["1", "1|1|2\n"]
+
+
 @pytest.mark.parametrize(
     ("text", "reason"), [("0", "no licence"), ("1", "its worker ended"), ("2", "timeout")]
 )
@@ -308,6 +414,7 @@ def test_a_function_that_fails_three_times_loses_the_completion(
     ended, scored = sampled(turns, [answer(text)])
     assert isinstance(ended.completion, Completion) and ended.completion.is_lost
     assert reason in ended.completion.calls[-1].output
+    assert ended.completion.text == text, "without the end of its turn"
     _, scored = sampled(turns, [answer("42")])
     assert scored is not None and not scored.is_lost
     engine_turns.close()

@@ -547,6 +547,23 @@ def test_a_setting_whose_name_only_begins_like_one_that_may_change_is_refused() 
     assert refused_changes(saved_config, changed) == ["optimizer.kind: adam there, sgd now"]
 
 
+def test_another_spelling_and_more_workers_of_an_environment_are_no_change(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def hints(texts, row, turn):\n    return None\n")
+    (tmp_path / "other").symlink_to(tmp_path)
+    saved_config = make_config(tmp_path, f"environment.function={tmp_path}/own.py:hints")
+    other_spelling = make_config(
+        tmp_path,
+        f"environment.function={tmp_path}/other/own.py:hints",
+        "environment.workers=9",
+        "environment.timeout_seconds=7",
+    )
+    assert refused_changes(saved_config, other_spelling) == []
+    (change,) = refused_changes(
+        saved_config, make_config(tmp_path, f"environment.function={tmp_path}/own.py:more")
+    )
+    assert change.startswith("environment.function")
+
+
 def test_a_run_whose_engines_merged_its_adapters_goes_on_with_adapters(tmp_path: Path):
     saved_config = make_config(tmp_path, "lora.rank=8", "lora.engine=merged")
     assert refused_changes(saved_config, make_config(tmp_path, "lora.rank=8")) == []

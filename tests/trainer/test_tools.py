@@ -244,6 +244,9 @@ def test_few_lost_completions_are_told_and_many_end_the_run(
     assert "4 of 8 completions with calls are lost" in caplog.text
     assert "killed. They leave" in caplog.text
     caplog.clear()
+    check_lost(["KeyError: 'a\x1b'\n  own.py, line 4"], calling=8, outcome="It leaves")
+    assert "The first: KeyError: 'a\\x1b'. It leaves" in caplog.text
+    caplog.clear()
     check_lost(["killed"] * 10, calling=50, outcome="", tells=False)
     check_lost([], calling=1, outcome="")
     assert not caplog.text

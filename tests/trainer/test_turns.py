@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -30,7 +31,7 @@ from rlmath.planning.setting_tables import conflicts, without_effect
 from rlmath.rewards.reward_manager import RewardManager, open_reward_workers
 from rlmath.telemetry.samples import SampleWriter, read_samples
 from rlmath.trainer.policy_update import make_samples
-from rlmath.trainer.rollouts.synchronous import selection_rules
+from rlmath.trainer.rollouts.synchronous import selection_rules, unscored
 from rlmath.trainer.turn_metrics import turn_metrics
 from rlmath.trainer.validation import _measure
 
@@ -79,15 +80,23 @@ def test_the_reward_is_that_of_the_last_answer_less_the_discount(scheme: str) ->
     assert [score.correct for score in scores] == [True, False, True, False]
 
 
-def test_functions_judge_the_last_answer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("takes", ["completion", "group"])
+def test_functions_judge_the_last_answer(
+    tmp_path: Path, takes: Literal["completion", "group"]
+) -> None:
+    """A function of groups does, too: in an environment it may take them."""
     (tmp_path / "own.py").write_text(
-        "def longest(text, solutions, row):\n    return float(len(text))\n"
+        "def completion(text, solutions, row):\n    return float(len(text))\n"
+        "def group(texts, solutions, row):\n    return list(map(len, texts))\n"
     )
-    reward = RewardConfig(function=f"{tmp_path}/own.py:longest")
+    reward = RewardConfig(function=f"{tmp_path}/own.py:{takes}", function_takes=takes)
     with open_reward_workers(reward) as workers:
         rewards = RewardManager(workers, reward, 99)
-        for completion in (CORRECTED, FIRST_RIGHT):
-            rewards.submit(PROMPT, completion)
+        if takes == "group":
+            rewards.submit_group(PROMPT, [CORRECTED, FIRST_RIGHT])
+        else:
+            for completion in (CORRECTED, FIRST_RIGHT):
+                rewards.submit(PROMPT, completion)
         assert [score.reward for score in rewards.collect()] == [len("\\boxed{42}")] * 2
 
 
@@ -120,6 +129,26 @@ def test_metrics_of_answers_and_figures() -> None:
     assert metrics.items() - in_environment.items() == {
         (name, metrics[name]) for name in ("turns/accuracy_first", "turns/corrected")
     }
+
+
+def test_first_and_corrected_answers_are_those_that_ended_their_completions() -> None:
+    """A function rewards, and the verifier, which finds all wrong, measures the accuracy."""
+    scores = tuple(replace(score, verified_correct=False) for score in GROUP.scores)
+    group = replace(GROUP, scores=scores)
+    selection = Selection([group], [choose(group, selection_rules(Config()))], 1)
+    metrics = turn_metrics(selection, is_judged=True)
+    assert metrics["turns/accuracy"] == 0
+    assert metrics["turns/accuracy_first"] == pytest.approx(1 / 3)
+    assert metrics["turns/corrected"] == pytest.approx(1 / 3)
+
+
+def test_what_another_reward_function_has_called_wrong_is_sampled_anew() -> None:
+    """None of its completions has ended."""
+    begun = PartialCompletion().extended((7, 1), (-0.5,) * 2, policy_version=3, step=2)
+    group = UnfinishedGroup(7, 2, (begun, begun))
+    assert unscored(group, 4) is group
+    told = replace(group, samples=(begun, begun.answered([CALL], (4,))))
+    assert unscored(told, 4) == replace(told.nothing_sampled(told.deferred), first_step=4)
 
 
 def test_a_checkpoint_keeps_feedback_and_figures() -> None:
@@ -172,6 +201,7 @@ FUNCTION = "environment.function=own.py:hints"
             ["turns.feedback=No.", "turns.discount=0.5", "reward.combine=gdpo"],
             "turns.discount is 0.5",
         ),
+        ([FUNCTION, "turns.discount=0.5", "reward.combine=gdpo"], "turns.discount is 0.5"),
     ],
 )
 def test_what_turns_do_not_go_with_is_refused(overrides: list[str], told: str) -> None:

@@ -116,7 +116,8 @@ def batch_of(
         if not 0 <= mean_of_tools <= most:
             raise ValueError(
                 f"{option} is {mean_of_tools:g}; needed: from 0 to {most}, the most that tools.format, "
-                "tools.max_calls and tools.max_output_tokens (or turns) allow"
+                "tools.max_calls and tools.max_output_tokens, or turns.max and "
+                "turns.max_feedback_tokens, allow"
             )
     return Batch(
         config.data.prompts_per_step * group,

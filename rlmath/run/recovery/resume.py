@@ -66,7 +66,7 @@ lora.engine optimizer.distributed optimizer.overlap_grad_reduce algorithm.refere
 rollout.tensor_parallel rollout.memory_share rollout.kv_cache_gib rollout.cpu_kv_cache_gib rollout.max_num_seqs
 rollout.max_num_batched_tokens rollout.chunked_prefill rollout.cuda_graphs rollout.progress_bar rollout.slice_tokens
 rollout.max_groups_in_flight rollout.max_concurrent_sequences stages.max_tokens_per_microbatch sync. memory. validation.
-tools.cores tools.sessions tools.isolation
+tools.cores tools.sessions tools.isolation environment.workers environment.timeout_seconds
 reward.timeout_seconds reward.workers reward.max_failure_share sft.eval_every_steps telemetry. save.
 """.split()
 """Settings, or whole sections, that may differ in a resumed run.
@@ -414,7 +414,7 @@ def refused_changes(
             may_change = (*may_change, "rollout.max_staleness")
     if is_same_function(saved_config.reward.function, new_config.reward.function, reward_code):
         may_change = (*may_change, "reward.function")
-    for key in ("algorithm.advantage", "selection.dynamic_sampling"):
+    for key in ("algorithm.advantage", "selection.dynamic_sampling", "environment.function"):
         if is_same_function(saved_values[key], new_values[key]):
             may_change = (*may_change, key)
     changes = [

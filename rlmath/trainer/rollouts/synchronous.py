@@ -30,6 +30,7 @@ from rlmath.algorithms.partial_rollouts import (
     too_old,
 )
 from rlmath.algorithms.types import (
+    FEEDBACK,
     Completion,
     PartialCompletion,
     RoutesAt,
@@ -563,8 +564,11 @@ def sampled_anew(group: UnfinishedGroup, steps_done: int) -> UnfinishedGroup:
 
 
 def unscored(group: UnfinishedGroup, steps_done: int) -> UnfinishedGroup:
-    """The group, with nothing sampled where another reward function has scored a part of it."""
-    if len(group.unfinished) == len(group.samples):
+    """The group, with nothing sampled where another reward function has judged a part of it.
+
+    It has scored a completion, or has judged an answer that was told something."""
+    has_feedback = any(call.status == FEEDBACK for part in group.parts for call in part.calls)
+    if len(group.unfinished) == len(group.samples) and not has_feedback:
         return group
     return sampled_anew(group, steps_done)
 
