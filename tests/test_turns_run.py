@@ -33,6 +33,7 @@ turns.max=3 turns.discount=0.5 turns.max_feedback_tokens=64
 telemetry.sample_groups_per_step=100 telemetry.capture_steps=[{STEPS}] save.ckpt_freq_steps=1
 validation.every_steps=1 validation.samples=6 validation.before_training=false
 """.split()
+ASYNCHRONOUS = ("rollout.ranks=1", "rollout.max_staleness=0")
 WRONG = "The answer 41 is not right. Try again."
 NO_ANSWER = "No final answer was found. Try again."
 SOURCE = """
@@ -54,7 +55,7 @@ def problem_rows(first: int, count: int) -> str:
     return "".join(f"{json.dumps(row)}\n" for row in rows)
 
 
-def train(place: Path, steps: int, more: Sequence[str], folder: str) -> str:
+def train(place: Path, steps: int, more: Sequence[str], folder: str, ranks: int = 1) -> str:
     """What the console said."""
     settings = [
         *small_run(place, place / folder),
@@ -63,7 +64,7 @@ def train(place: Path, steps: int, more: Sequence[str], folder: str) -> str:
         f"run.total_steps={steps}",
         *more,
     ]
-    return run_ranks(1, [*TRAIN, *settings]).stderr
+    return run_ranks(ranks, [*TRAIN, *settings]).stderr
 
 
 def sampled(folder: Path, step: int) -> list[dict[str, Any]]:
@@ -220,3 +221,34 @@ def test_a_run_that_leaves_completions_with_feedback_goes_on_bit_by_bit(place: P
     interrupted_after(1, whole, resumed)
     train(place, steps, LONG_TAIL, folder=resumed.name)
     assert rows(resumed) == metrics
+
+
+def told(folder: Path, step: int) -> list[tuple[Any, ...]]:
+    """What was said and told in a step, whatever the clock and the order of groups."""
+    return sorted(
+        (done["text"], done["length"], done["reward"], *(call["output"] for call in done["calls"]))
+        for done in ({"calls": []} | completion for completion in sampled(folder, step))
+    )
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ["feedback", "environment"])
+def test_engines_of_their_own_without_staleness_sample_what_the_synchronous_run_does(
+    place: Path, kind: str
+) -> None:
+    """The second step has new weights."""
+    settings = {
+        "feedback": ["turns.feedback=verdict"],
+        "environment": [f"environment.function={place}/own.py:hints"],
+    }[kind]
+    folders = {0: place / "run", 1: place / f"{kind}-asynchronous"}
+    if kind == "environment":
+        folders[0] = place / "environment-synchronous"
+        train(place, STEPS, settings, folder=folders[0].name)
+    train(place, STEPS, [*settings, *ASYNCHRONOUS], folder=folders[1].name, ranks=2)
+    for step in range(1, STEPS + 1):
+        assert told(folders[1], step) == told(folders[0], step)
+    synchronous, asynchronous = (metric_rows(folder)[-1] for folder in folders.values())
+    for name in ("turns/answers_per_completion", "turns/accuracy", "turns/feedback_tokens"):
+        assert asynchronous[name] == synchronous[name]
+    assert asynchronous["turns/answers_per_completion"] > 1

@@ -395,12 +395,6 @@ CONFLICTS = (
         "two.",
     ),
     Conflict(
-        when=lambda config: [config.answers_turns, config.rollout.ranks],
-        text="rollout.ranks is {rollout.ranks}, and turns.feedback or environment.function is set: "
-        "engines on ranks of their own answer no turns yet. Set rollout.ranks=0, or the other two "
-        "to null.",
-    ),
-    Conflict(
         when=lambda config: [config.answers_turns, config.policy.routing_replay == "engine"],
         text='policy.routing_replay is "engine", and turns.feedback or environment.function is '
         "set: routes of completions with several turns are not kept yet. Set "

@@ -200,12 +200,13 @@ class CalledCompletions:
                     return FoundCalls(end - len(before), calls)
         return None
 
-    def unanswered(self, so_far: PartialCompletion) -> tuple[SampledCall, ...]:
+    def unanswered(self, so_far: PartialCompletion) -> FoundCalls | None:
         """The calls that the last token completes: what is sampled goes on behind their outputs."""
         turn_ids = so_far.token_ids[len(so_far.token_ids) - turn_tokens(so_far) :]
         if len(turn_ids) == 0 or turn_ids[-1] not in self._format.can_complete:
-            return ()
-        return self._format.calls_in(list(turn_ids))
+            return None
+        calls = self._format.calls_in(list(turn_ids))
+        return FoundCalls(len(turn_ids), calls) if calls else None
 
     def submit(self, request: Request, calls: tuple[SampledCall, ...]) -> bool:
         """Let the calls of a turn run, whose last token is the last one of `request.so_far`.

@@ -38,6 +38,7 @@ from rlmath.algorithms.types import (
     NOTHING_SAMPLED,
     Completion,
     PartialCompletion,
+    Prompt,
     ScoredCompletion,
 )
 from rlmath.config.schema import RewardConfig, RolloutConfig
@@ -45,7 +46,7 @@ from rlmath.data.dataset import Inputs
 from rlmath.distributed.bridge import Mailbox
 from rlmath.distributed.collectives import shared_store
 from rlmath.distributed.mesh import Mesh
-from rlmath.rewards.reward_manager import RewardWorkers
+from rlmath.rewards.reward_manager import RewardManager, RewardWorkers
 from rlmath.rollout.collector import CollectGroups, Collector
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.engine_messages import (
@@ -62,9 +63,10 @@ from rlmath.rollout.engine_messages import (
     TrainerMessage,
     WeightsTaken,
 )
+from rlmath.rollout.engine_turns import EngineTurns
 from rlmath.rollout.groups_in_flight import GroupsInFlight
 from rlmath.rollout.running_completions import Usage, Weights
-from rlmath.rollout.sampling import Request, RolloutSeed, SamplingSettings, requests_of
+from rlmath.rollout.sampling import Key, Request, RolloutSeed, SamplingSettings, requests_of
 from rlmath.rollout.weight_sync.offer import WeightReceiver
 from rlmath.rollout.work_queue import ItemT, share_in_engine
 
@@ -137,8 +139,11 @@ class EngineLoop:
         collector: Collector,
         plan: SamplingPlan,
         leader: Leader | None,
+        turns: EngineTurns | None = None,
     ) -> None:
-        """`mesh` is that of the engines' world; only an engine's first rank has a `leader`."""
+        """`mesh` is that of the engines' world; only an engine's first rank has a `leader`.
+
+        `turns` answer finished turns."""
         self._engine = engine
         self._mesh = mesh
         self._receiver = receiver
@@ -151,16 +156,25 @@ class EngineLoop:
         # Without a limit of the user's, the last group may be begun in part: vLLM queues the
         # others.
         self._free_for_a_group = rollout.group_size if rollout.max_concurrent_sequences else 1
+        self._sampling = plan.sampling_of_stage[0]
+        self._groups: GroupsInFlight | None = None
+        """Groups not yet sampled and scored; None on ranks that lead no engine."""
+        judge = None
+        if leader is not None:
+            discount = 1.0 if turns is None else turns.discount
+            self._groups = GroupsInFlight(
+                leader.workers, plan.reward, on_done=self._send, discount=discount
+            )
+            judge = RewardManager(leader.workers, plan.reward, self._sampling.max_new_tokens)
+        self._turns = None
+        if turns is not None:
+            self._turns = turns.of_rollout(self._prompt_of, judge, validates=False)
         self._running = engine.running_completions(
             tokenizer=None if leader is None else collector.tokenizer,
             score=self._score,
             keeps_cache=rollout.on_new_weights == "keep",
+            turns=self._turns,
         )
-        self._sampling = plan.sampling_of_stage[0]
-        self._groups: GroupsInFlight | None = None
-        """Groups not yet sampled and scored; None on ranks that lead no engine."""
-        if leader is not None:
-            self._groups = GroupsInFlight(leader.workers, plan.reward, on_done=self._send)
         self._unfinished: list[UnfinishedGroup] = []
         """Groups of an earlier start, begun before any other."""
         self._draws = _Draws(mesh.num_engines)
@@ -389,7 +403,14 @@ class EngineLoop:
 
     def _score(self, request: Request, completion: Completion) -> None:
         assert self._groups is not None, "only the leader of an engine decodes completions"
+        if self._turns is not None:
+            # Judged for feedback, perhaps by the lengths of an earlier stage: it is scored anew.
+            self._turns.scores.pop(request.key, None)
         self._groups.score(request, completion)
+
+    def _prompt_of(self, key: Key) -> Prompt:
+        assert self._groups is not None, "only the leader of an engine has workers"
+        return self._groups.prompt_of(key)
 
     def _finish_scored(self) -> None:
         if self._groups is not None:

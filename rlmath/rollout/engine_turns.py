@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlmath.algorithms.types import Prompt
 from rlmath.config.schema import Config
+from rlmath.data.dataset import ValidationFile
 from rlmath.data.feedback import FeedbackTokens
 from rlmath.distributed.mesh import Mesh
 from rlmath.rewards.reward_manager import RewardManager
@@ -112,3 +113,13 @@ def open_turns(
     if errors:
         raise errors[0]
     return turns or EngineTurns(config, mesh, stop_token_ids, tokens=None)
+
+
+def turn_prompts(
+    config: Config, prompts: Iterable[Prompt], validation: Iterable[ValidationFile]
+) -> list[str]:
+    """The texts of all prompts whose completions may have several turns."""
+    texts = [prompt.text for prompt in prompts]
+    if config.environment.function is not None:
+        texts += [prompt.text for file in validation for prompt in file.prompts]
+    return texts

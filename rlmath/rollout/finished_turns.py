@@ -24,6 +24,7 @@ from typing import Protocol
 
 from rlmath.algorithms.types import (
     FEEDBACK,
+    NOTHING_SAMPLED,
     Completion,
     FinishReason,
     PartialCompletion,
@@ -233,9 +234,11 @@ class FinishedTurns:
         """Nothing: other completions of the engine have turns of their own."""
         return nullcontext()
 
-    def unanswered(self, so_far: PartialCompletion) -> tuple[()]:
-        """No turn: each is answered before its completion leaves the engine."""
-        return ()
+    def unanswered(self, so_far: PartialCompletion) -> FoundCalls | None:
+        """The turn that the last token ends, as in a checkpoint that was made while it waited."""
+        if not so_far.segments or not so_far.segments[-1].sampled:
+            return None
+        return self.find(NOTHING_SAMPLED, so_far.token_ids, new_tokens=1)
 
     def find(
         self, so_far: PartialCompletion, token_ids: Sequence[int], new_tokens: int

@@ -12,7 +12,7 @@ from rlmath.algorithms.types import Completion, PartialCompletion, Prompt, Score
 from rlmath.config.schema import RewardConfig
 from rlmath.rewards.reward_manager import UNSCORED, RewardManager, RewardWorkers
 from rlmath.rollout.engine_messages import GroupDone
-from rlmath.rollout.sampling import Request
+from rlmath.rollout.sampling import Key, Request
 
 
 @dataclass
@@ -31,8 +31,14 @@ class GroupsInFlight:
     Only an engine's leader has them."""
 
     def __init__(
-        self, workers: RewardWorkers, reward: RewardConfig, on_done: Callable[[GroupDone], None]
+        self,
+        workers: RewardWorkers,
+        reward: RewardConfig,
+        on_done: Callable[[GroupDone], None],
+        discount: float = 1.0,
     ) -> None:
+        """`discount` is that of retries (`RewardManager`)."""
+        self._discount = discount
         self._workers = workers
         self._reward = reward
         self._on_done = on_done
@@ -44,6 +50,11 @@ class GroupsInFlight:
         """Their draws."""
         return iter(self._groups)
 
+    def prompt_of(self, key: Key) -> Prompt:
+        """The prompt of a completion."""
+        draw, _ = key
+        return self._groups[draw].prompt
+
     @property
     def queued_scores(self) -> int:
         """Completions that wait for their score."""
@@ -53,7 +64,9 @@ class GroupsInFlight:
         """Score as completions of at most so many tokens from now on; before the first `add`."""
         if max_new_tokens != self._max_new_tokens:
             self.finish_scored(wait=True)
-            self._rewards = RewardManager(self._workers, self._reward, max_new_tokens)
+            self._rewards = RewardManager(
+                self._workers, self._reward, max_new_tokens, discount=self._discount
+            )
             self._max_new_tokens = max_new_tokens
 
     def add(

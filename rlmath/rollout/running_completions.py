@@ -230,8 +230,8 @@ class RunningCompletions:
 
         Where it is at a call, as in a checkpoint, the call runs first. vLLM's VLLMValidationError
         for a prompt that the model cannot take."""
-        if self._tools is not None and (calls := self._tools.unanswered(request.so_far)):
-            is_submitted = self._tools.submit(request, calls)
+        if self._tools is not None and (turn := self._tools.unanswered(request.so_far)):
+            is_submitted = self._tools.submit(request, turn.calls)
             assert is_submitted, "a completion without calls left is finished, not begun"
             return
         if self._keeps_cache:

@@ -25,6 +25,7 @@ from rlmath.rollout.collector import Collector
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.engine_loop import EngineLoop, Leader, SamplingPlan
 from rlmath.rollout.engine_tools import open_tools
+from rlmath.rollout.engine_turns import open_turns, turn_prompts
 from rlmath.rollout.sampling import training_sampling
 from rlmath.rollout.weight_sync.offer import WeightReceiver
 from rlmath.rollout.weight_sync.shard_layouts import engine_adapters, engine_shapes
@@ -113,6 +114,14 @@ class EngineRank:
             continues_noise=engine.continues_noise,
             stop_token_ids=inputs.stop_token_ids,
         )
+        self._turns = open_turns(
+            config,
+            inputs.tokenizer,
+            mesh,
+            turn_prompts(config, inputs.prompts, context.validation),
+            continues_noise=engine.continues_noise,
+            stop_token_ids=inputs.stop_token_ids,
+        )
         trainer_mesh = mesh_of(config.parallel, config.rollout, bridge.world_size, rank=0)
         plans = offer_plans(config, shape, trainer_mesh, device=device)
         stages = context.shapes.length_stages
@@ -140,6 +149,7 @@ class EngineRank:
                 pool=context.workers,
                 scorer=self._scorer,
                 has_scorer=scorer_hook(config) is not None,
+                turns=self._turns,
             ),
             plan=SamplingPlan(
                 inputs,
@@ -149,6 +159,7 @@ class EngineRank:
                 run_seed=config.run.seed,
             ),
             leader=leader,
+            turns=self._turns,
         )
 
     def run(self, on_weights: Callable[[int], None]) -> int:
@@ -160,6 +171,8 @@ class EngineRank:
     def close(self) -> None:
         if self._engine.tools is not None:
             self._engine.tools.close()
+        if self._turns is not None:
+            self._turns.close()
         if self._mailbox is not None:
             self._mailbox.close()  # the trainers end with it
         self._engine.close()

@@ -191,7 +191,6 @@ FUNCTION = "environment.function=own.py:hints"
         (["turns.feedback=verdict", FUNCTION], "are both set"),
         (["turns.feedback=' '"], "turns.feedback is empty"),
         (["turns.feedback=verdict", "tools.format=fence"], 'tools.format is "fence", and turns'),
-        ([FUNCTION, "rollout.ranks=2"], "rollout.ranks is 2, and turns.feedback or environment"),
         ([FUNCTION, "policy.routing_replay=engine"], "routes of completions with several turns"),
         (
             ["turns.feedback=No.", "reward.function=o:f", "reward.function_takes=group"],

@@ -37,7 +37,7 @@ from rlmath.config.length_curriculum import LengthStage
 from rlmath.distributed.bridge import Mailbox
 from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.mesh import Mesh
-from rlmath.rollout.called_completions import check_lost
+from rlmath.rollout.called_completions import ENVIRONMENTS, SANDBOXES, check_lost
 from rlmath.rollout.collector import CollectGroups, Rollout
 from rlmath.rollout.engine_messages import (
     Admit,
@@ -231,6 +231,8 @@ class AsynchronousRollouts(RolloutsWithUnfinished):
         metrics |= engine_report_metrics(reports, len(self._engines.leaders))
         if reports and self._config.tools.format is not None:
             metrics["tools/wait_share"] = _wait_share(reports)
+        if reports and self._config.answers_turns:
+            metrics["turns/wait_share"] = _wait_share(reports)
         return replace(taken, metrics=metrics)
 
     def files(self) -> dict[str, bytes]:
@@ -290,18 +292,22 @@ class AsynchronousRollouts(RolloutsWithUnfinished):
         return replace(leaving_groups, waits=waits)
 
     def _check_lost(self) -> None:
-        """Warn of completions of the step that lost their calls; RuntimeError where many did."""
+        """Warn of completions of the step that were lost; RuntimeError where many were.
+
+        All completions in an environment count as calling."""
+        answers_turns = self._config.answers_turns
         calling = [
             completion
             for group in self._sampled
             for completion in group.completions
-            if completion.calls
+            if completion.calls or answers_turns
         ]
         check_lost(
             [completion.calls[-1].output for completion in calling if completion.is_lost],
             calling=len(calling),
             outcome="They leave their groups",
             tells=self._engines.is_first,
+            texts=ENVIRONMENTS if answers_turns else SANDBOXES,
         )
 
     def _keep(self, unfinished: UnfinishedGroups, arrived: Sequence[GroupDone]) -> None:

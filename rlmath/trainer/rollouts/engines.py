@@ -37,7 +37,7 @@ from rlmath.rollout.collector import Collector
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.engine_messages import End, NewWeights
 from rlmath.rollout.engine_tools import open_tools
-from rlmath.rollout.engine_turns import open_turns
+from rlmath.rollout.engine_turns import open_turns, turn_prompts
 from rlmath.rollout.memory_monitor import MemoryMonitor
 from rlmath.rollout.memory_switch import CPU_COMPARES_EVERY, MemorySwitch
 from rlmath.rollout.routes import RouteStore
@@ -190,14 +190,11 @@ class ColocatedEngines(Engines):
             stop_token_ids=inputs.stop_token_ids,
         )
         self.engine.tools = self._tools
-        prompts = [prompt.text for prompt in inputs.prompts]
-        if config.environment.function is not None:
-            prompts += [prompt.text for file in context.validation for prompt in file.prompts]
         self._turns = open_turns(
             config,
             inputs.tokenizer,
             mesh,
-            prompts,
+            turn_prompts(config, inputs.prompts, context.validation),
             continues_noise=self.engine.continues_noise,
             stop_token_ids=inputs.stop_token_ids,
         )
