@@ -158,6 +158,19 @@ def test_a_wrong_answer_is_told_so_until_one_is_right(scorer: RewardWorkers) -> 
     assert score.correct and score.reward == SCALE / 4
 
 
+def test_a_completion_of_a_checkpoint_that_waited_behind_its_turn_is_answered_first(
+    scorer: RewardWorkers,
+) -> None:
+    first = answer("So \\boxed{41}")
+    waited = NOTHING_SAMPLED.extended(first, [-0.5] * len(first), policy_version=4, step=2)
+    _, scored = sampled(turns_of(VERDICT, scorer), [answer("\\boxed{42}")], so_far=waited)
+    assert scored is not None and scored.finish_reason == "stop"
+    assert [call.output for call in scored.calls] == ["The answer 41 is not right. Try again."]
+    assert scored.turns == ["So \\boxed{41}\n", "\\boxed{42}"]
+    given, last = scored.segments[1:]
+    assert (given.sampled, given.policy_version, last.sampled) == (False, 4, True)
+
+
 def test_a_right_answer_ends_at_once_and_the_last_one_is_not_told(scorer: RewardWorkers) -> None:
     turns = turns_of(VERDICT, scorer)
     _, scored = sampled(turns, [answer("\\boxed{42}")])
