@@ -120,12 +120,14 @@ def test_a_turn_with_more_calls_than_are_left_runs_none() -> None:
 def test_only_a_completion_at_the_end_of_its_calls_has_unanswered_ones() -> None:
     turn = [*ids_of(call("1") * 2), END]
     called, request, _ = run(turn, Sandboxes([result("1\n")] * 2))
-    assert called.unanswered(request_of(turn).so_far) == (SampledCall("1"),) * 2
-    assert called.unanswered(request.so_far) == (), "its outputs are there"
-    more = request_of([*ids_of(call("2")), END], request.so_far)
-    assert called.unanswered(more.so_far) == (SampledCall("2"),)
+    expected = FoundCalls(len(turn), (SampledCall("1"),) * 2)
+    assert called.unanswered(request_of(turn).so_far) == expected
+    assert called.unanswered(request.so_far) is None, "its outputs are there"
+    next_turn = [*ids_of(call("2")), END]
+    more = request_of(next_turn, request.so_far)
+    assert called.unanswered(more.so_far) == FoundCalls(len(next_turn), (SampledCall("2"),))
     for token_ids in ([], turn[:-1], [*ids_of("So 1"), END], [*turn, 5]):
-        assert called.unanswered(request_of(token_ids).so_far) == ()
+        assert called.unanswered(request_of(token_ids).so_far) is None
 
 
 def test_a_call_that_is_lost_ends_its_turn() -> None:
