@@ -61,8 +61,8 @@ class RouteStore:
 
     def files(self, places: Iterable[RoutesAt]) -> dict[str, bytes]:
         """A file of those of these places that this rank holds, by its name; empty without any."""
-        held = {place.number: self.get(place) for place in places if place.rank == self.rank}
-        return {route_file(self.rank): write_routes(held)} if held else {}
+        routes = {place.number: self.get(place) for place in places if place.rank == self.rank}
+        return {route_file(self.rank): write_routes(routes)} if routes else {}
 
     def clear(self) -> None:
         """Forget all, and count from 0 again."""
@@ -89,12 +89,15 @@ def load_routes(
     places: Sequence[RoutesAt],
     world_size: int,
     shape: ModelShape,
+    digests: Mapping[str, str] | None = None,
 ) -> dict[RoutesAt, RoutesAt]:
-    """Hold this rank's part of the routes of a checkpoint or capture; returns where each is now.
+    """Keep this rank's part of the routes of a checkpoint or capture; returns where each is now.
 
-    It holds no others. `places` are those that the folder has, in an order that all ranks have. Each rank takes
-    what it had; what ranks had that are no more is spread over the others. OSError or ValueError
-    where this rank's part cannot be read."""
+    What the store had before is forgotten. `places` are those that the folder has, in an order that
+    all ranks have. Each rank takes what it had; what ranks had that are no more is spread over the
+    others. OSError or ValueError where this rank's part cannot be read, or a file has not the
+    SHA-256 that `digests` have of it."""
+    digests = digests or {}
     store.clear()
     moved = {}
     files: dict[int, dict[int, Tensor]] = {}
@@ -105,7 +108,8 @@ def load_routes(
         if rank != store.rank:
             continue
         if place.rank not in files:
-            files[place.rank] = read_routes(folder / route_file(place.rank), shape)
+            name = route_file(place.rank)
+            files[place.rank] = read_routes(folder / name, shape, digests.get(name))
         routes_NLK = files[place.rank].pop(place.number, None)
         if routes_NLK is None or len(routes_NLK) != place.tokens:
             raise ValueError(f"{route_file(place.rank)} does not have {place}")
@@ -120,6 +124,7 @@ def load_on_all_ranks(
     places: Sequence[RoutesAt],
     world_size: int,
     shape: ModelShape,
+    digests: Mapping[str, str] | None = None,
 ) -> dict[RoutesAt, RoutesAt]:
     """`load_routes` on every rank.
 
@@ -127,7 +132,9 @@ def load_on_all_ranks(
     moved: dict[RoutesAt, RoutesAt] = {}
     problem = None
     try:
-        moved = load_routes(store, folder, places, world_size=world_size, shape=shape)
+        moved = load_routes(
+            store, folder, places, world_size=world_size, shape=shape, digests=digests
+        )
     except (OSError, ValueError) as error:
         problem = f"rank {store.rank}: {error}"
     problem = first_error(problem)

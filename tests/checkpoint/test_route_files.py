@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.numpy import load, save
 
 from rlmath.algorithms.types import RoutesAt
 from rlmath.checkpoint.route_files import read_routes, route_file, write_routes
-from rlmath.rollout.routes import RouteStore, load_routes
+from rlmath.rollout.routes import RouteStore, load_on_all_ranks, load_routes
 from tests.planning.test_memory_estimate import QWEN_30B_A3B
 
 SHAPE = replace(QWEN_30B_A3B, num_layers=3, experts_per_token=2, num_experts=8)
@@ -63,6 +68,48 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"nothing")
     with pytest.raises(ValueError, match="routes is damaged"):
         read_routes(path, SHAPE)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+HOSTILE_HEADERS = {
+    "fewer than none": '{"slices": [[5, -4], [0, 8]], "token": [3, 2]}',
+    "infinitely many": '{"slices": [[0, 1e999]], "token": [3, 2]}',
+    "more than any memory": f'{{"slices": [[0, {10**30}]], "token": [3, 2]}}',
+    "nested": "[" * 100_000,
+    "no text": "\udcff",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_HEADERS)
+def test_a_hostile_file_is_refused_on_all_ranks(tmp_path: Path, one_rank: None, name: str) -> None:
+    tensors = load(write_routes({0: some_routes(4)}))
+    header = HOSTILE_HEADERS[name].encode(errors="surrogateescape")
+    path = tmp_path / route_file(0)
+    path.write_bytes(save(tensors | {"header": np.frombuffer(header, np.uint8)}))
+    with pytest.raises(ValueError, match=f"rank 0: {route_file(0)} is damaged"):
+        load_on_all_ranks(RouteStore(0), tmp_path, [RoutesAt(0, 0, tokens=4)], 1, SHAPE)
+
+
+def test_a_file_that_is_none_or_has_changed_is_refused(tmp_path: Path) -> None:
+    places = [RoutesAt(0, 0, tokens=5)]
+    path = tmp_path / route_file(0)
+    content = write_routes({0: some_routes(5)})
+    path.write_bytes(content)
+    digests = {route_file(0): hashlib.sha256(content).hexdigest()}
+    load_routes(RouteStore(0), tmp_path, places, 1, SHAPE, digests=digests)
+    path.write_bytes(write_routes({0: some_routes(5, seed=1)}))
+    with pytest.raises(ValueError, match=f"{route_file(0)} is not as it was written"):
+        load_routes(RouteStore(0), tmp_path, places, 1, SHAPE, digests=digests)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match="FIFO"):
+        load_routes(RouteStore(0), tmp_path, places, 1, SHAPE)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])

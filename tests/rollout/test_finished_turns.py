@@ -18,6 +18,7 @@ from rlmath.algorithms.types import (
     Prompt,
     Score,
 )
+from rlmath.cli.make_arithmetic import NOT_RIGHT
 from rlmath.config.schema import Config, EnvironmentConfig, RewardConfig, TurnsConfig
 from rlmath.data.chat import render, user
 from rlmath.data.feedback import FeedbackTokens
@@ -25,7 +26,7 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.rewards.reward_manager import RewardManager, RewardWorkers, open_reward_workers
 from rlmath.rollout.engine import prepare_environment
 from rlmath.rollout.engine_turns import EngineTurns, open_turns
-from rlmath.rollout.finished_turns import FinishedTurns, SharedReplies, verdict_text
+from rlmath.rollout.finished_turns import WRONG_ANSWER, FinishedTurns, SharedReplies, verdict_text
 from rlmath.rollout.sampling import Key, Request
 from tests.data.chat_templates import CHATS
 from tests.data.tool_chat_templates import byte_tokenizer
@@ -345,3 +346,7 @@ def test_feedback_tokens_are_those_of_the_prompt(scorer: RewardWorkers) -> None:
     feedback = FeedbackTokens(CHAT, 64, [PLAIN.text, CHATTED.text])
     plain, chatted = (feedback.behind(prompt.text, "No.") for prompt in (PLAIN, CHATTED))
     assert CHAT.decode(plain.token_ids) == "\nNo.\n" and len(chatted.token_ids) > 10
+
+
+def test_worked_retries_are_told_what_a_verdict_tells() -> None:
+    assert NOT_RIGHT.strip() == WRONG_ANSWER
