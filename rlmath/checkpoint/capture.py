@@ -146,8 +146,8 @@ def route_folder(output_dir: Path, step: int) -> Path:
 def write_capture(output_dir: Path, capture: Capture, since: float = math.inf) -> Path | None:
     """Write it whole, in the place of an earlier one of the same step; its folder.
 
-    The files of routes are moved from `route_folder`. None where another rank is writing the same step, or has written it after `since` (seconds since
-    1970). OSError where the disk refuses."""
+    The files of routes are moved from `route_folder`. None where another rank is writing the same
+    step, or has written it after `since` (seconds since 1970). OSError where the disk refuses."""
     folder = folder_of(output_dir, capture.step)
     if (folder / CAPTURE_FILE).is_file() and (folder / CAPTURE_FILE).stat().st_mtime > since:
         return None

@@ -23,12 +23,10 @@ from safetensors.numpy import load, save
 from torch import Tensor
 
 from rlmath.checkpoint.unfinished_groups import read_count
-from rlmath.config.files import parse_json, read_regular
+from rlmath.config.files import parse_json, read_regular, require_regular
 from rlmath.config.model_shape import ModelShape
 from rlmath.data.routes import expert_dtype
 
-MOST_BYTES = 2**36
-"""Most bytes of a file that is read."""
 FAST = 1
 """zlib's level: numbers of experts have little to be found by looking longer."""
 
@@ -60,7 +58,7 @@ def read_routes(path: Path, shape: ModelShape, digest: str | None = None) -> dic
 
     ValueError if the file is none of ours, or has not this SHA-256 `digest`; OSError if it cannot
     be read."""
-    file_content = read_regular(path, MOST_BYTES)
+    file_content = read_regular(path, require_regular(path))
     if digest is not None and hashlib.sha256(file_content).hexdigest() != digest:
         raise ValueError(f"{path.name} is not as it was written")
     try:
