@@ -35,7 +35,8 @@ from safetensors.numpy import load, save
 
 from rlmath.algorithms.dynamic_sampling import Chosen
 from rlmath.algorithms.types import Completion, Prompt, ScoredGroup
-from rlmath.checkpoint.directory import PARTIAL
+from rlmath.checkpoint.directory import PARTIAL, file_entry
+from rlmath.checkpoint.route_files import route_file
 from rlmath.checkpoint.unfinished_groups import (
     TokenReader,
     place_rows,
@@ -48,14 +49,16 @@ from rlmath.checkpoint.unfinished_groups import (
     read_text,
     segment_rows,
 )
-from rlmath.config.files import parse_json, read_regular
+from rlmath.config.files import parse_json, read_regular, require_regular
 from rlmath.config.run_files import CAPTURES_FOLDER, CONFIG_FILE
+from rlmath.data.routes import places_of
 
 CAPTURE_FILE = "capture.json"
 GROUPS_FILE = "groups.jsonl"
 TOKENS_FILE = "tokens.safetensors"
 VERSION = 2
 VERSION_WITH_ROUTES = 3
+_WITHOUT_ROUTES = "policy.routing_replay=none replays without routes: tokens may take other experts than in the run"
 _MOST_BYTES = 2**34
 """Most bytes of a file that is read."""
 _DIGESTED = (GROUPS_FILE, TOKENS_FILE)
@@ -251,7 +254,7 @@ def _tokens_of(groups: Sequence[ScoredGroup]) -> bytes:
 def read_capture(folder: Path) -> Capture:
     """Read a capture; ValueError if it is unreadable, has changed or is of a later version.
 
-    The files of routes are not read."""
+    The files of routes are not read: `check_route_files`."""
     try:
         files = {
             name: read_regular(folder / name, _MOST_BYTES)
@@ -305,6 +308,30 @@ def read_capture(folder: Path) -> Capture:
         raise ValueError(
             f'the capture "{folder}" is damaged ({type(error).__name__}: {error})'
         ) from error
+
+
+def check_route_files(capture: Capture, rank: int, world_size: int) -> None:
+    """Refuse a capture of which a file that this of so many ranks reads has changed or is lost.
+
+    The files are those of routes of what is learned from. They are read whole. ValueError."""
+    assert capture.folder is not None, "it was read"
+    places = places_of(part for group in capture.learned for part in group.completions)
+    ranks = {place.rank for place in places if place.rank % world_size == rank}
+    for name in map(route_file, sorted(ranks)):
+        path = capture.folder / name
+        try:
+            require_regular(path)
+            digest = file_entry(path).sha256
+        except OSError as error:
+            raise ValueError(
+                f'the capture "{capture.folder}" cannot be read: {error.strerror}: {path}. '
+                f"{_WITHOUT_ROUTES}"
+            ) from error
+        if capture.route_files.get(name, digest) != digest:
+            raise ValueError(
+                f'the capture "{capture.folder}" is damaged: {name} is not as it was written. '
+                f"{_WITHOUT_ROUTES}"
+            )
 
 
 def _check_digest(name: str, content: bytes, digests: Mapping[str, str]) -> None:

@@ -173,12 +173,7 @@ def load_captured_routes(
     places = places_of(completion for group in learned for completion in group.completions)
     try:
         moved = load_on_all_ranks(
-            routes,
-            capture.folder,
-            places,
-            world_size=mesh.world_size,
-            shape=shape,
-            digests=capture.route_files,
+            routes, capture.folder, places, world_size=mesh.world_size, shape=shape
         )
     except ValueError as error:
         raise ValueError(f'the capture "{capture.folder}" is damaged: {error}') from error

@@ -89,15 +89,12 @@ def load_routes(
     places: Sequence[RoutesAt],
     world_size: int,
     shape: ModelShape,
-    digests: Mapping[str, str] | None = None,
 ) -> dict[RoutesAt, RoutesAt]:
     """Keep this rank's part of the routes of a checkpoint or capture; returns where each is now.
 
     What the store had before is forgotten. `places` are those that the folder has, in an order that
     all ranks have. Each rank takes what it had; what ranks had that are no more is spread over the
-    others. OSError or ValueError where this rank's part cannot be read, or a file has not the
-    SHA-256 that `digests` have of it."""
-    digests = digests or {}
+    others. OSError or ValueError where this rank's part cannot be read."""
     store.clear()
     moved = {}
     files: dict[int, dict[int, Tensor]] = {}
@@ -108,8 +105,7 @@ def load_routes(
         if rank != store.rank:
             continue
         if place.rank not in files:
-            name = route_file(place.rank)
-            files[place.rank] = read_routes(folder / name, shape, digests.get(name))
+            files[place.rank] = read_routes(folder / route_file(place.rank), shape)
         routes_NLK = files[place.rank].pop(place.number, None)
         if routes_NLK is None or len(routes_NLK) != place.tokens:
             raise ValueError(f"{route_file(place.rank)} does not have {place}")
@@ -124,7 +120,6 @@ def load_on_all_ranks(
     places: Sequence[RoutesAt],
     world_size: int,
     shape: ModelShape,
-    digests: Mapping[str, str] | None = None,
 ) -> dict[RoutesAt, RoutesAt]:
     """`load_routes` on every rank.
 
@@ -132,9 +127,7 @@ def load_on_all_ranks(
     moved: dict[RoutesAt, RoutesAt] = {}
     problem = None
     try:
-        moved = load_routes(
-            store, folder, places, world_size=world_size, shape=shape, digests=digests
-        )
+        moved = load_routes(store, folder, places, world_size=world_size, shape=shape)
     except (OSError, ValueError) as error:
         problem = f"rank {store.rank}: {error}"
     problem = first_error(problem)

@@ -34,6 +34,7 @@ from rlmath.checkpoint.capture import (
     Capture,
     CapturedMinibatch,
     CapturedUpdate,
+    check_route_files,
     folder_of,
     read_capture,
     route_folder,
@@ -197,8 +198,16 @@ def test_a_capture_has_the_routes_of_what_is_learned_from(tmp_path: Path) -> Non
     ]
     assert versions == [2, 3]
     edit_header(folder, version=2)  # as earlier versions wrote it
-    (folder / route_file(0)).unlink()
+    path = folder / route_file(0)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
     assert read_capture(folder) == read
+    check_route_files(read, rank=1, world_size=2)
+    with pytest.raises(ValueError, match=f"{route_file(0)} is not as it was written"):
+        check_route_files(read, rank=0, world_size=2)
+    path.unlink()
+    assert read_capture(folder) == read
+    with pytest.raises(ValueError, match=f"No such file.*{route_file(0)}"):
+        check_route_files(read, rank=0, world_size=1)
     write_capture(tmp_path / "few", routed(tmp_path / "few", capture, tokens=3))
     with pytest.raises(ValueError, match="4 tokens need routes, and 3 have some"):
         read_capture(folder_of(tmp_path / "few", capture.step))
