@@ -7,7 +7,8 @@
                          routes-00000.safetensors, ...   experts of the completions that are learned from, of each rank
                                              that sampled some (`route_files`), where the update replays them
 
-`capture.json` has digests of all but config.yaml: a changed byte is noticed. Paths in config.yaml
+`capture.json` has digests of all but config.yaml: a changed byte is noticed, in the routes when they
+are replayed. Paths in config.yaml
 may be edited.
 
 Written after the steps of `telemetry.capture_steps`, with digests of the weights before and after;
@@ -34,7 +35,7 @@ from safetensors.numpy import load, save
 
 from rlmath.algorithms.dynamic_sampling import Chosen
 from rlmath.algorithms.types import Completion, Prompt, ScoredGroup
-from rlmath.checkpoint.directory import PARTIAL
+from rlmath.checkpoint.directory import PARTIAL, file_entry
 from rlmath.checkpoint.unfinished_groups import (
     TokenReader,
     place_rows,
@@ -48,13 +49,15 @@ from rlmath.checkpoint.unfinished_groups import (
     route_file,
     segment_rows,
 )
-from rlmath.config.files import parse_json, read_regular
+from rlmath.config.files import parse_json, read_regular, require_regular
 from rlmath.config.run_files import CAPTURES_FOLDER, CONFIG_FILE
 
 CAPTURE_FILE = "capture.json"
 GROUPS_FILE = "groups.jsonl"
 TOKENS_FILE = "tokens.safetensors"
 VERSION = 2
+VERSION_WITH_ROUTES = 3
+_WITHOUT_ROUTES = "policy.routing_replay=none replays without routes: tokens may take other experts than in the run"
 _MOST_BYTES = 2**34
 """Most bytes of a file that is read."""
 _DIGESTED = (GROUPS_FILE, TOKENS_FILE)
@@ -107,10 +110,10 @@ class Capture:
     weights_before: str | None = None
     """The digest before the update, taken as `CapturedUpdate.weights_after`."""
     versions: dict[str, str] = field(default_factory=dict)
-    routes: dict[str, bytes] = field(default_factory=dict, compare=False)
-    """Files of routes by their names, where they are to be written."""
+    route_files: dict[str, str] = field(default_factory=dict, compare=False)
+    """SHA-256 of the files of routes by their names; to be written, they are in `route_folder`."""
     folder: Path | None = field(default=None, compare=False)
-    """Where it was read."""
+    """The folder that it was read from."""
 
     @property
     def has_routes(self) -> bool:
@@ -136,11 +139,17 @@ def folder_of(output_dir: Path, step: int) -> Path:
     return output_dir / CAPTURES_FOLDER / f"step-{step + 1:06d}"
 
 
+def route_folder(output_dir: Path, step: int) -> Path:
+    """The folder where the files of routes of a step, counted from 0, wait for its capture."""
+    folder = folder_of(output_dir, step)
+    return folder.with_name(f"{folder.name}.routes{PARTIAL}")
+
+
 def write_capture(output_dir: Path, capture: Capture, since: float = math.inf) -> Path | None:
     """Write it whole, in the place of an earlier one of the same step; its folder.
 
-    None where another rank is writing the same step, or has written it after `since` (seconds since
-    1970). OSError where the disk refuses."""
+    The files of routes are moved from `route_folder`. None where another rank is writing the same
+    step, or has written it after `since` (seconds since 1970). OSError where the disk refuses."""
     folder = folder_of(output_dir, capture.step)
     if (folder / CAPTURE_FILE).is_file() and (folder / CAPTURE_FILE).stat().st_mtime > since:
         return None
@@ -154,16 +163,17 @@ def write_capture(output_dir: Path, capture: Capture, since: float = math.inf) -
             CONFIG_FILE: capture.settings_yaml.encode(),
             TOKENS_FILE: _tokens_of(capture.groups),
             GROUPS_FILE: "".join(
-                f"{json.dumps(_group_row(group, samples, bool(capture.routes)))}\n"
+                f"{json.dumps(_group_row(group, samples, bool(capture.route_files)))}\n"
                 for group, samples in zip(capture.groups, capture.chosen, strict=True)
             ).encode(),
-            **capture.routes,
         }
-        digested = (*_DIGESTED, *capture.routes)
-        header = _header(capture) | {"digests": {name: _digest(files[name]) for name in digested}}
+        digests = {name: _digest(files[name]) for name in _DIGESTED} | capture.route_files
+        header = _header(capture) | {"digests": digests}
         files[CAPTURE_FILE] = f"{json.dumps(header, indent=1)}\n".encode()
         for name, content in files.items():
             (partial / name).write_bytes(content)
+        for name in capture.route_files:
+            (route_folder(output_dir, capture.step) / name).rename(partial / name)
         if folder.exists():
             shutil.rmtree(folder)
         partial.rename(folder)
@@ -180,12 +190,10 @@ def _header(capture: Capture) -> dict[str, Any]:
     """The contents of CAPTURE_FILE: all but what has files of its own.
 
     The step is counted from 1 there."""
-    header = asdict(
-        replace(capture, step=capture.step + 1, settings_yaml="", groups=[], chosen=[], routes={})
-    )
-    for name in ("settings_yaml", "groups", "chosen", "routes", "folder"):
+    header = asdict(replace(capture, step=capture.step + 1, settings_yaml="", groups=[], chosen=[]))
+    for name in ("settings_yaml", "groups", "chosen", "route_files", "folder"):
         del header[name]
-    return {"version": VERSION, **header}
+    return {"version": VERSION_WITH_ROUTES if capture.route_files else VERSION, **header}
 
 
 def _group_row(group: ScoredGroup, samples: Sequence[int], with_routes: bool) -> dict[str, Any]:
@@ -243,7 +251,9 @@ def _tokens_of(groups: Sequence[ScoredGroup]) -> bytes:
 
 
 def read_capture(folder: Path) -> Capture:
-    """Read a capture; ValueError if it is unreadable, has changed or is of a later version."""
+    """Read a capture; ValueError if it is unreadable, has changed or is of a later version.
+
+    The files of routes are not read: `check_route_files`."""
     try:
         files = {
             name: read_regular(folder / name, _MOST_BYTES)
@@ -255,8 +265,10 @@ def read_capture(folder: Path) -> Capture:
         ) from error
     try:
         header = parse_json(files[CAPTURE_FILE].decode())
-        if (version := header.pop("version")) != VERSION:
-            raise ValueError(f"its form is version {version!r}; needed: {VERSION}")
+        if (version := header.pop("version")) not in (VERSION, VERSION_WITH_ROUTES):
+            raise ValueError(
+                f"its form is version {version!r}; needed: {VERSION} or {VERSION_WITH_ROUTES}"
+            )
         digests = header.pop("digests")
         header["step"] -= 1
         for name in (
@@ -271,10 +283,6 @@ def read_capture(folder: Path) -> Capture:
         for name in _DIGESTED:
             _check_digest(name, files[name], digests)
         rows = list(_read_groups(files[GROUPS_FILE].splitlines(), load(files[TOKENS_FILE])))
-        completions = [completion for group, _ in rows for completion in group.completions]
-        ranks = {place.rank for completion in completions for place in completion.routes_at}
-        for name in map(route_file, sorted(ranks)):
-            _check_digest(name, read_regular(folder / name, _MOST_BYTES), digests)
         update = header.pop("update")
         weights_before = header.pop("weights_before")
         return Capture(
@@ -283,6 +291,7 @@ def read_capture(folder: Path) -> Capture:
             chosen=[samples for _, samples in rows],
             update=None if update is None else _read_update(update),
             weights_before=_read_digest(weights_before),
+            route_files={name: digests[name] for name in digests if name not in _DIGESTED},
             folder=folder,
             **header,
         )
@@ -298,6 +307,30 @@ def read_capture(folder: Path) -> Capture:
         raise ValueError(
             f'the capture "{folder}" is damaged ({type(error).__name__}: {error})'
         ) from error
+
+
+def check_route_files(capture: Capture, rank: int, world_size: int) -> None:
+    """Refuse a capture of which a file that this of so many ranks reads has changed or is lost.
+
+    The files are those of routes of what is learned from. They are read whole. ValueError."""
+    assert capture.folder is not None, "it was read"
+    places = places_of(part for group in capture.learned for part in group.completions)
+    ranks = {place.rank for place in places if place.rank % world_size == rank}
+    for name in map(route_file, sorted(ranks)):
+        path = capture.folder / name
+        try:
+            require_regular(path)
+            digest = file_entry(path).sha256
+        except OSError as error:
+            raise ValueError(
+                f'the capture "{capture.folder}" cannot be read: {error.strerror}: {path}. '
+                f"{_WITHOUT_ROUTES}"
+            ) from error
+        if capture.route_files.get(name, digest) != digest:
+            raise ValueError(
+                f'the capture "{capture.folder}" is damaged: {name} is not as it was written. '
+                f"{_WITHOUT_ROUTES}"
+            )
 
 
 def _check_digest(name: str, content: bytes, digests: Mapping[str, str]) -> None:

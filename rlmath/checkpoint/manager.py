@@ -146,8 +146,8 @@ class CheckpointManager:
             partial, progress.step, kept, learned_step=progress.sound_before
         )
         files = files or {}
-        beside = sum(map(len, files.values()))
-        error = self._room_for(state, beside) or self._open(progress, settings_yaml, files)
+        beside_bytes = sum(map(len, files.values()))
+        error = self._room_for(state, beside_bytes) or self._open(progress, settings_yaml, files)
         if error is None:
             buckets = self._plan(save, state)
             error = collectives.first_error(lacks_memory(buckets))
@@ -170,10 +170,10 @@ class CheckpointManager:
         if error is not None:
             return self._give_up(error)
         written = collectives.gather_to_rank_zero(rank_result)
-        beside = collectives.gather_to_rank_zero(save.beside)
+        beside_by_rank = collectives.gather_to_rank_zero(save.beside)
         outcome = None
-        if written is not None and beside is not None:
-            outcome = self._complete(save, written, beside)
+        if written is not None and beside_by_rank is not None:
+            outcome = self._complete(save, written, beside_by_rank)
         outcome = collectives.broadcast_from_rank_zero(outcome)
         if isinstance(outcome, str):
             return self._give_up(outcome)
@@ -224,9 +224,9 @@ class CheckpointManager:
         )
         return {str(number): part for number, part in enumerate(parts)}, filled
 
-    def _room_for(self, state: Mapping[str, Any], beside: int) -> str | None:
-        """The error if the disk lacks room for all ranks' parts and `beside` bytes more of each."""
-        local_bytes = beside + sum(
+    def _room_for(self, state: Mapping[str, Any], beside_bytes: int) -> str | None:
+        """The error if the disk lacks room for all ranks' parts and `beside_bytes` more of each."""
+        local_bytes = beside_bytes + sum(
             part.data.nbytes
             for part in state.values()
             if isinstance(part, ShardedTensor) and is_main_replica(part.replica_id)
@@ -305,16 +305,16 @@ class CheckpointManager:
         self,
         save: _SaveInFlight,
         written: Sequence[Written],
-        beside: Sequence[Mapping[str, FileEntry]],
+        beside_by_rank: Sequence[Mapping[str, FileEntry]],
     ) -> Checkpoint | str:
         """Complete the checkpoint on rank 0, and rename superseded ones; the error if that fails.
 
-        `written` and `beside` are those of all ranks: what rank 0 sees of their files may be late.
+        `written` and `beside_by_rank` are those of all ranks: what rank 0 sees of their files may be late.
         No collectives are called: the other ranks wait for the outcome, whatever the disk does."""
         known_entries = {
             f"{STATE}/{name}": entry for part in written for name, entry in part.files.items()
         }
-        for entries in beside:
+        for entries in beside_by_rank:
             known_entries |= entries
         state = save.partial / STATE
         try:

@@ -1,4 +1,6 @@
-"""The routes of unfinished completions in a checkpoint: a safetensors file of each rank that has some.
+"""The routes of a checkpoint's unfinished completions, or of those that a captured step learned from.
+
+A safetensors file of each rank that has some:
 
 routes   zlib's stream of all numbers, one slice behind the other
 header   {"slices": [[number, tokens], ...], "token": [layers, experts of a token]}
@@ -19,6 +21,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 from torch import Tensor
 
+from rlmath.checkpoint.unfinished_groups import read_count
+from rlmath.config.files import parse_json, read_regular, require_regular
 from rlmath.config.model_shape import ModelShape
 from rlmath.data.routes import expert_dtype
 
@@ -47,14 +51,15 @@ def read_routes(path: Path, shape: ModelShape) -> dict[int, Tensor]:
     """The routes of slices by their number, for a model of this shape.
 
     ValueError if the file is none of ours, OSError if it cannot be read."""
+    file_content = read_regular(path, require_regular(path))
     try:
-        tensors = load(path.read_bytes())
-        header = json.loads(tensors["header"].tobytes())
+        tensors = load(file_content)
+        header = parse_json(tensors["header"].tobytes().decode())
         token = [shape.num_layers, shape.experts_per_token]
         if header["token"] != token:
             raise ValueError(f"tokens have {header['token']} experts; needed: {token}")
         dtype = expert_dtype(shape.num_experts)
-        slices = [(int(number), int(tokens)) for number, tokens in header["slices"]]
+        slices = [(read_count(number), read_count(tokens)) for number, tokens in header["slices"]]
         size = sum(tokens for _, tokens in slices) * token[0] * token[1] * dtype.itemsize
         stream = zlib.decompressobj()
         content = bytearray(stream.decompress(tensors["routes"].tobytes(), size + 1))
@@ -66,5 +71,12 @@ def read_routes(path: Path, shape: ModelShape) -> dict[int, Tensor]:
         parts = routes_TLK.split([tokens for _, tokens in slices])
         numbered = zip(slices, parts, strict=True)
         return {number: routes_NLK.clone() for (number, _), routes_NLK in numbered}
-    except (SafetensorError, LookupError, TypeError, ValueError, zlib.error) as error:
+    except (
+        SafetensorError,
+        LookupError,
+        OverflowError,
+        TypeError,
+        ValueError,
+        zlib.error,
+    ) as error:
         raise ValueError(f"{path.name} is damaged ({type(error).__name__}: {error})") from error

@@ -331,7 +331,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for row, which in ((steps[0], "first"), (steps[-1], "last")):
             print(
                 f"Right in the {which} step: {row['turns/accuracy_first']:.1%} of first answers, "
-                f"{row['turns/accuracy']:.1%} after one retry."
+                f"{row['turns/accuracy']:.1%} of last answers."
             )
     good_steps = [row["step"] for row in steps if row["rollout/accuracy"] >= GOOD_ACCURACY]
     if good_steps:

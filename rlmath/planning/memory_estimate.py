@@ -408,6 +408,17 @@ def carried_route_bytes(config: Config, shapes: RunShapes) -> int:
     )
 
 
+def captured_route_bytes(config: Config, shapes: RunShapes) -> int:
+    """The most that `telemetry.capture_steps` write of routes, not compressed (bytes)."""
+    if config.policy.routing_replay != "engine":
+        return 0
+    stages = [step_sequences(stage.config) for stage in shapes.length_stages]
+    return len(config.telemetry.capture_steps) * max(
+        formulas.sampled_route_bytes(shapes.policy, stage.tokens, stage.learned, engines=1)
+        for stage in stages
+    )
+
+
 def _with_routes(
     phases: Mapping[str, Mapping[str, int]],
     routes: formulas.RouteBytes,

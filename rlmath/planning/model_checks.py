@@ -157,8 +157,8 @@ def uncaptured_route_problems(policy: PolicyConfig) -> Iterator[str]:
     if policy.routing_replay == "engine":
         yield (
             'policy.routing_replay is "engine", and the capture has no routes: only steps of '
-            "telemetry.capture_steps of a run with that setting have them. Set "
-            "policy.routing_replay=none, with which tokens may take other experts than in the run."
+            "telemetry.capture_steps of a run with that setting have them, and one that failed may "
+            "have none. Set policy.routing_replay=none, with which tokens may take other experts than in the run."
         )
 
 

@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlmath.algorithms.prompt_history import PromptHistory
-from rlmath.checkpoint.capture import CAPTURE_FILE, GROUPS_FILE, Capture, folder_of, read_capture
+from rlmath.checkpoint.capture import (
+    CAPTURE_FILE,
+    GROUPS_FILE,
+    Capture,
+    check_route_files,
+    folder_of,
+    read_capture,
+)
 from rlmath.checkpoint.directory import complete_checkpoints, read_progress
 from rlmath.checkpoint.hf.headers import model_fingerprint
 from rlmath.config.load import load_config
@@ -33,7 +40,7 @@ from rlmath.data.order import PromptOrder
 from rlmath.data.stop_tokens import stop_token_ids
 from rlmath.data.tokenizer import load_tokenizer
 from rlmath.data.tool_chats import run_chat_settings
-from rlmath.distributed.ranks import environment_world_size
+from rlmath.distributed.ranks import environment_rank, environment_world_size
 from rlmath.planning.checks import check_replay
 from rlmath.planning.memory_estimate import mesh_of
 from rlmath.rewards.several_rewards import functions_of
@@ -282,6 +289,8 @@ class Replay:
             samples=self.arguments.part == "rollout",
             has_routes=self.capture.has_routes,
         )
+        if self.arguments.part == "update" and config.policy.routing_replay == "engine":
+            check_route_files(self.capture, environment_rank(), world_size)
         shapes = checked.with_total_steps(config, self.capture.total_steps)
         shape = shapes.policy
         stages = shapes.length_stages

@@ -62,8 +62,8 @@ class RouteStore:
 
     def files(self, places: Iterable[RoutesAt]) -> dict[str, bytes]:
         """A file of those of these places that this rank holds, by its name; empty without any."""
-        held = {place.number: self.get(place) for place in places if place.rank == self.rank}
-        return {route_file(self.rank): write_routes(held)} if held else {}
+        routes = {place.number: self.get(place) for place in places if place.rank == self.rank}
+        return {route_file(self.rank): write_routes(routes)} if routes else {}
 
     def clear(self) -> None:
         """Forget all, and count from 0 again."""
@@ -91,11 +91,11 @@ def load_routes(
     world_size: int,
     shape: ModelShape,
 ) -> dict[RoutesAt, RoutesAt]:
-    """Hold this rank's part of the routes of a checkpoint or capture; returns where each is now.
+    """Keep this rank's part of the routes of a checkpoint or capture; returns where each is now.
 
-    It holds no others. `places` are those that the folder has, in an order that all ranks have. Each rank takes
-    what it had; what ranks had that are no more is spread over the others. OSError or ValueError
-    where this rank's part cannot be read."""
+    What the store had before is forgotten. `places` are those that the folder has, in an order that
+    all ranks have. Each rank takes what it had; what ranks had that are no more is spread over the
+    others. OSError or ValueError where this rank's part cannot be read."""
     store.clear()
     moved = {}
     files: dict[int, dict[int, Tensor]] = {}

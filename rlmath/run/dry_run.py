@@ -42,7 +42,12 @@ from rlmath.distributed.memory import total_bytes
 from rlmath.distributed.ranks import environment_rank
 from rlmath.planning import checks
 from rlmath.planning.machine_room import OVERSUBSCRIBE, room_advice, room_problems, this_machine
-from rlmath.planning.memory_estimate import Target, carried_route_bytes, mesh_of
+from rlmath.planning.memory_estimate import (
+    Target,
+    captured_route_bytes,
+    carried_route_bytes,
+    mesh_of,
+)
 from rlmath.planning.memory_fit import GIB, host_bytes, planned_target, start_up_lines
 from rlmath.planning.memory_formulas import route_bytes
 from rlmath.planning.model_checks import routing_warnings
@@ -530,7 +535,9 @@ def checkpoint_disk(plan: RunPlan) -> int:
 
 
 def needed_disk(plan: RunPlan) -> int:
-    """Most bytes that the run takes on the disk, with the checkpoint that is being written."""
+    """Most bytes that the run takes on the disk, with the checkpoint that is being written.
+
+    Captured steps count with their routes alone, which are most of them."""
     config = plan.config
     save = plan.config.save
     model = save_schedule.export_bytes(config, plan.shapes.policy)
@@ -540,7 +547,8 @@ def needed_disk(plan: RunPlan) -> int:
     )
     recovery_points = 0 if never else save.keep_last + 1
     models = save_schedule.most_models(config) + (kept_count if save.export_hf else 0)
-    return (recovery_points + kept_count) * checkpoint_disk(plan) + models * model
+    checkpoints = (recovery_points + kept_count) * checkpoint_disk(plan)
+    return checkpoints + models * model + captured_route_bytes(config, plan.shapes)
 
 
 def _disk_lines(plan: RunPlan) -> Iterator[str]:

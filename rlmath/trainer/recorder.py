@@ -14,11 +14,18 @@ import torch
 
 from rlmath.algorithms.dynamic_sampling import Selection
 from rlmath.algorithms.types import ScoredGroup
-from rlmath.checkpoint.capture import Capture, CapturedMinibatch, CapturedUpdate, write_capture
+from rlmath.checkpoint.capture import (
+    Capture,
+    CapturedMinibatch,
+    CapturedUpdate,
+    route_folder,
+    write_capture,
+)
+from rlmath.checkpoint.directory import content_entry, remove
 from rlmath.checkpoint.hf.weights import stream_hf_tensors
 from rlmath.config.load import config_as_yaml
 from rlmath.data.routes import places_of
-from rlmath.distributed.collectives import gather_to_rank_zero
+from rlmath.distributed.collectives import first_error, gather_to_rank_zero
 from rlmath.distributed.process import library_versions
 from rlmath.models.learner import MinibatchResult
 from rlmath.rollout.routes import RouteStore
@@ -53,8 +60,8 @@ class StepRecorder:
         """Keep what step `number` (from 0) will learn from.
 
         `own_advantages` are those of a function of the user's, if there is one; `routes` hold the
-        experts of what this rank's engine has sampled, where they are replayed. Those are kept
-        where the step is to be written, which is a collective."""
+        experts of what this rank's engine has sampled, where they are replayed. Every rank
+        writes those of the step where it is to be written, which is a collective."""
         trainer = self._trainer
         self._written = False
         self._began = time.time()
@@ -76,7 +83,7 @@ class StepRecorder:
             self._last = replace(
                 self._last,
                 weights_before=weights_digest(trainer),
-                routes=_route_files(routes, selection.learned),
+                route_files=self._write_routes(number, routes, selection.learned),
             )
 
     def after_update(self, update: UpdateRecord) -> None:
@@ -91,7 +98,7 @@ class StepRecorder:
         if is_due and self._trainer.mesh.rank == 0:
             self.write("telemetry.capture_steps")
         self._written |= is_due
-        self._last = replace(self._last, routes={})
+        self._last = replace(self._last, route_files={})
 
     def write(self, reason: str) -> None:
         """Write the last step, if there is one and it is not written.
@@ -113,23 +120,45 @@ class StepRecorder:
                 "The records of step %d could not be written: %r", capture.step + 1, error
             )
             return
+        finally:
+            if capture.route_files:
+                remove(route_folder(Path(config.run.output_dir), capture.step))
         self._written = True
         if folder is not None:
             text = "The records of step %d are in %s; rlmath replay makes its update again"
             logger.info(text, capture.step + 1, folder)
 
+    def _write_routes(
+        self, step: int, routes: RouteStore | None, groups: Sequence[ScoredGroup]
+    ) -> dict[str, str]:
+        """Write this rank's file of the routes of these groups; `Capture.route_files` on rank 0.
 
-def _route_files(routes: RouteStore | None, groups: Sequence[ScoredGroup]) -> dict[str, bytes]:
-    """The files of the routes of all ranks, those of these groups, on rank 0; empty elsewhere.
-
-    A collective where there are `routes`."""
-    if routes is None:
-        return {}
-    places = places_of(completion for group in groups for completion in group.completions)
-    files: dict[str, bytes] = {}
-    for rank_files in gather_to_rank_zero(routes.files(places)) or ():
-        files |= rank_files
-    return files
+        Empty on other ranks, and where a rank could not write its own, which is a warning. A
+        collective where there are `routes`."""
+        if routes is None:
+            return {}
+        folder = route_folder(Path(self._trainer.config.run.output_dir), step)
+        rank = self._trainer.mesh.rank
+        places = places_of(completion for group in groups for completion in group.completions)
+        digests: dict[str, str] = {}
+        problem = None
+        try:
+            for name, content in routes.files(places).items():
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(content)
+                digests[name] = content_entry(content).sha256
+        except (OSError, MemoryError) as error:
+            problem = f"rank {rank}: {error!r}"
+        problem = first_error(problem)
+        if problem is not None and rank == 0:
+            logger.warning("The routes of step %d could not be written: %s", step + 1, problem)
+            remove(folder)
+        if problem is not None:
+            return {}
+        route_files: dict[str, str] = {}
+        for rank_digests in gather_to_rank_zero(digests) or ():
+            route_files |= rank_digests
+        return route_files
 
 
 def captured_update(update: UpdateRecord, weights_after: str | None = None) -> CapturedUpdate:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.numpy import load, save
 
 from rlmath.algorithms.types import RoutesAt
 from rlmath.checkpoint.route_files import read_routes, write_routes
 from rlmath.checkpoint.unfinished_groups import route_file
-from rlmath.rollout.routes import RouteStore, load_routes
+from rlmath.rollout.routes import RouteStore, load_on_all_ranks, load_routes
 from tests.planning.test_memory_estimate import QWEN_30B_A3B
 
 SHAPE = replace(QWEN_30B_A3B, num_layers=3, experts_per_token=2, num_experts=8)
@@ -64,6 +68,38 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"nothing")
     with pytest.raises(ValueError, match="routes is damaged"):
         read_routes(path, SHAPE)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+HOSTILE_HEADERS = {
+    "fewer than none": '{"slices": [[5, -4], [0, 8]], "token": [3, 2]}',
+    "infinitely many": '{"slices": [[0, 1e999]], "token": [3, 2]}',
+    "more than any memory": f'{{"slices": [[0, {10**30}]], "token": [3, 2]}}',
+    "nested": "[" * 100_000,
+    "no text": "\udcff",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_HEADERS)
+def test_a_hostile_file_is_refused_on_all_ranks(tmp_path: Path, one_rank: None, name: str) -> None:
+    tensors = load(write_routes({0: some_routes(4)}))
+    header = HOSTILE_HEADERS[name].encode(errors="surrogateescape")
+    path = tmp_path / route_file(0)
+    path.write_bytes(save(tensors | {"header": np.frombuffer(header, np.uint8)}))
+    with pytest.raises(ValueError, match=f"rank 0: {route_file(0)} is damaged"):
+        load_on_all_ranks(RouteStore(0), tmp_path, [RoutesAt(0, 0, tokens=4)], 1, SHAPE)
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / route_file(0))
+    with pytest.raises(ValueError, match="FIFO"):
+        load_routes(RouteStore(0), tmp_path, [RoutesAt(0, 0, tokens=5)], 1, SHAPE)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])

@@ -34,11 +34,13 @@ from rlmath.checkpoint.capture import (
     Capture,
     CapturedMinibatch,
     CapturedUpdate,
+    check_route_files,
     folder_of,
     read_capture,
+    route_folder,
     write_capture,
 )
-from rlmath.checkpoint.directory import MANIFEST
+from rlmath.checkpoint.directory import MANIFEST, file_entry
 from rlmath.checkpoint.route_files import write_routes
 from rlmath.checkpoint.unfinished_groups import route_file
 from rlmath.cli.train import replay as replay_command
@@ -152,7 +154,7 @@ def test_a_capture_knows_which_tokens_others_wrote(tmp_path: Path) -> None:
     assert segments == [[[[1, 4, 1], [1, 4, 1, 0]], [[1, 4, 1]]], [[[1, 4, 1]], [[3, 4, 1]]]]
 
 
-def routed(capture: Capture, tokens: int) -> Capture:
+def routed(output_dir: Path, capture: Capture, tokens: int) -> Capture:
     """The capture with routes of so many tokens of each completion on ranks 1 and 0."""
     numbers = itertools.count()
     groups = []
@@ -165,14 +167,22 @@ def routed(capture: Capture, tokens: int) -> Capture:
             files.setdefault(route_file(place.rank), {})[place.number] = routes_NLK
             completions.append(replace(completion, routes_at=(place,)))
         groups.append(replace(whole_group, completions=tuple(completions)))
-    contents = {name: write_routes(routes) for name, routes in files.items()}
-    return replace(capture, groups=groups, routes=contents)
+    folder = route_folder(output_dir, capture.step)
+    folder.mkdir(parents=True)
+    digests = {}
+    for name, routes in files.items():
+        (folder / name).write_bytes(write_routes(routes))
+        digests[name] = file_entry(folder / name).sha256
+    return replace(capture, groups=groups, route_files=digests)
 
 
 def test_a_capture_has_the_routes_of_what_is_learned_from(tmp_path: Path) -> None:
-    """A damaged or missing file of them is noticed, and so is a completion with too few."""
+    """It can be read without their files, and a completion with too few is noticed.
+
+    Only such a capture has a version that programs without routes refuse."""
     capture = replace(a_capture(), groups=[group("a", (1, 2), (3, 4))], chosen=[(1,)])
-    folder = write_capture(tmp_path, routed(capture, tokens=4))
+    routed_capture = routed(tmp_path, capture, tokens=4)
+    folder = write_capture(tmp_path, routed_capture)
     assert folder is not None
     read = read_capture(folder)
     assert [completion.routes_at for completion in read.groups[0].completions] == [
@@ -180,18 +190,28 @@ def test_a_capture_has_the_routes_of_what_is_learned_from(tmp_path: Path) -> Non
         (RoutesAt(0, 1, tokens=4),),
     ]
     assert read.folder == folder and read.has_routes
-    assert not read_capture(write_capture(tmp_path / "plain", capture) or tmp_path).has_routes
+    assert read.route_files == routed_capture.route_files
+    assert read.route_files[route_file(0)] == file_entry(folder / route_file(0)).sha256
+    plain = write_capture(tmp_path / "plain", capture)
+    assert plain is not None and not read_capture(plain).has_routes
+    versions = [
+        json.loads((place / CAPTURE_FILE).read_text())["version"] for place in (plain, folder)
+    ]
+    assert versions == [2, 3]
+    edit_header(folder, version=2)  # as earlier versions wrote it
     path = folder / route_file(0)
-    content = path.read_bytes()
-    path.write_bytes(content[:-1] + b"?")
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert read_capture(folder) == read
+    check_route_files(read, rank=1, world_size=2)
     with pytest.raises(ValueError, match=f"{route_file(0)} is not as it was written"):
-        read_capture(folder)
+        check_route_files(read, rank=0, world_size=2)
     path.unlink()
-    with pytest.raises(ValueError, match=f"is damaged .*{route_file(0)}"):
-        read_capture(folder)
-    write_capture(tmp_path, routed(capture, tokens=3))
+    assert read_capture(folder) == read
+    with pytest.raises(ValueError, match=f"No such file.*{route_file(0)}"):
+        check_route_files(read, rank=0, world_size=1)
+    write_capture(tmp_path / "few", routed(tmp_path / "few", capture, tokens=3))
     with pytest.raises(ValueError, match="4 tokens need routes, and 3 have some"):
-        read_capture(folder)
+        read_capture(folder_of(tmp_path / "few", capture.step))
 
 
 def test_a_capture_has_the_calls_of_completions(tmp_path: Path) -> None:
@@ -342,7 +362,7 @@ def fifo(folder: Path) -> None:
 
 
 DAMAGES = {
-    "another version": (lambda f: edit_header(f, version=1), "form is version 1; needed: 2"),
+    "another version": (lambda f: edit_header(f, version=1), "form is version 1; needed: 2 or 3"),
     "negative step": (lambda f: edit_header(f, step=-1), "-2 is no count"),
     "no update": (lambda f: edit_header(f, update={"minibatches": 3}), "damaged"),
     "no JSON": (lambda f: edit_groups(f, "{"), "damaged"),

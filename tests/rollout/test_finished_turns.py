@@ -19,6 +19,7 @@ from rlmath.algorithms.types import (
     Prompt,
     Score,
 )
+from rlmath.cli.make_arithmetic import NOT_RIGHT
 from rlmath.config.schema import Config, EnvironmentConfig, RewardConfig, TurnsConfig
 from rlmath.data.chat import render, user
 from rlmath.data.feedback import FeedbackTokens
@@ -27,6 +28,7 @@ from rlmath.rewards.reward_manager import RewardManager, RewardWorkers, open_rew
 from rlmath.rollout.engine import prepare_environment
 from rlmath.rollout.engine_turns import EngineTurns, open_turns
 from rlmath.rollout.finished_turns import (
+    WRONG_ANSWER,
     Feedback,
     FinishedTurns,
     SharedReplies,
@@ -465,3 +467,7 @@ def test_feedback_tokens_are_those_of_the_prompt(scorer: RewardWorkers) -> None:
     feedback = FeedbackTokens(CHAT, 64, [PLAIN.text, CHATTED.text])
     plain, chatted = (feedback.behind(prompt.text, "No.") for prompt in (PLAIN, CHATTED))
     assert CHAT.decode(plain.token_ids) == "\nNo.\n" and len(chatted.token_ids) > 10
+
+
+def test_worked_retries_are_told_what_a_verdict_tells() -> None:
+    assert NOT_RIGHT.strip() == WRONG_ANSWER

@@ -104,15 +104,15 @@ def request(number: int) -> Request:
     return Request((number, 0), (5,), number, min_new_tokens=0, max_new_tokens=99)
 
 
-def tools_of(*numbers: int) -> CalledCompletions:
+def tools_of(*numbers: int, settings: ToolsConfig = TOOLS, status: str = "ok") -> CalledCompletions:
     """Calls are answered in this order, one whenever results are shared."""
     outcomes = iter(numbers)
 
     def share(results: SharedResults) -> SharedResults:
-        outcome = CallResult("ok", "1\n", cpu_seconds=0.0, wall_seconds=0.0, queue_seconds=0.0)
+        outcome = CallResult(status, "1\n", cpu_seconds=0.0, wall_seconds=0.0, queue_seconds=0.0)
         return [(f"{number}/0", outcome) for number in [next(outcomes)]]
 
-    return CalledCompletions(TOOLS, FORMAT, sandboxes=None, share=share)
+    return CalledCompletions(settings, FORMAT, sandboxes=None, share=share)
 
 
 def test_requests_leave_vllm_one_by_one_so_that_all_ranks_free_blocks_in_one_order() -> None:
@@ -223,7 +223,7 @@ def test_routes_are_those_of_the_tokens_that_new_ones_were_sampled_by(
 def test_a_completion_that_calls_has_routes_of_all_turns_and_of_what_the_engine_reads_again(
     ends_slice: bool, earlier: int
 ) -> None:
-    """The last token before the call and all of the output but its end are read to go on.
+    """The last token of the call, its output, and what follows but the very last token are read.
 
     `earlier` tokens are of a slice before; where the call `ends_slice`, a further slice goes on."""
     asked: list[tuple[int, int]] = []
@@ -252,3 +252,22 @@ def test_a_completion_that_calls_has_routes_of_all_turns_and_of_what_the_engine_
     length = 1 + len(ended.completion.token_ids)
     assert asked == [(earlier, called), (called, length - 1)]
     assert length > called + 3 and routes == list(range(earlier, length - 1))
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_completion_that_ends_with_a_call_has_its_routes_and_leaves_none(is_lost: bool) -> None:
+    """It is lost, or calls once more than it may; its prompt has one token, the last has no route."""
+
+    def routes_of(name: str, first: int, end: int) -> torch.Tensor:
+        return torch.arange(first, end)
+
+    settings = replace(TOOLS, max_calls=1)
+    tools = tools_of(0, settings=settings, status="lost" if is_lost else "ok")
+    running = running_of(Core({0: CALL_IDS}, {0: CALL_IDS}), tools, routes_of=routes_of)
+    (ended,) = running.sample([request(0)])
+    assert isinstance(ended.completion, Completion)
+    assert ended.completion.finish_reason == ("lost" if is_lost else "length")
+    assert len(ended.completion.calls) == 1
+    assert ended.routes is not None
+    assert ended.routes.tolist() == list(range(len(ended.completion.token_ids)))
+    assert not running._routes

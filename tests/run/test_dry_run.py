@@ -458,10 +458,9 @@ def test_routes_that_are_carried_count_for_the_disk_of_each_checkpoint(
         "rollout.tail=carry",
     )
 
-    def told(replay: str) -> tuple[int, int]:
-        plan = plan_run(
-            load_config([CONFIGS / SMALL_R1], [*settings, f"policy.routing_replay={replay}"])
-        )
+    def told(replay: str, *more: str) -> tuple[int, int]:
+        replays = f"policy.routing_replay={replay}"
+        plan = plan_run(load_config([CONFIGS / SMALL_R1], [*settings, replays, *more]))
         shown = f"a checkpoint is {checkpoint_disk(plan) / 2**30:,.1f} GiB"
         assert any(shown in line for line in plan_lines(plan))
         return checkpoint_disk(plan), needed_disk(plan)
@@ -469,7 +468,10 @@ def test_routes_that_are_carried_count_for_the_disk_of_each_checkpoint(
     plain, plain_needed = told("none")
     replayed, needed = told("engine")
     assert replayed - plain == 100 * 4096 * (96 - 1) * 8
-    assert (needed - plain_needed) % (replayed - plain) == 0
+    assert needed - plain_needed == 8 * (replayed - plain)
+    steps = "telemetry.capture_steps=[1,3]"
+    assert told("none", steps)[1] == plain_needed
+    assert told("engine", steps)[1] - needed == 2 * 100 * 4096 * (96 - 1) * 8
 
 
 def test_a_disk_that_has_exactly_the_room_is_large_enough(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,15 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from rlmath.algorithms.dynamic_sampling import Chosen, Selection
 from rlmath.algorithms.types import PartialCompletion, Prompt, Score, ScoredGroup
-from rlmath.checkpoint.capture import CapturedMinibatch, folder_of, read_capture
+from rlmath.checkpoint.capture import CapturedMinibatch, folder_of, read_capture, route_folder
+from rlmath.checkpoint.directory import file_entry
+from rlmath.checkpoint.route_files import route_file
 from rlmath.config.load import config_as_yaml
 from rlmath.config.schema import Config, RunConfig
 from rlmath.data.order import PromptOrder, Rollback
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.learner import MinibatchResult
+from rlmath.rollout.routes import RouteStore
 from rlmath.trainer import recorder
 from rlmath.trainer.metrics import UpdateRecord
 from rlmath.trainer.recorder import StepRecorder
@@ -128,6 +133,51 @@ def test_the_last_step_is_written_once_also_before_its_update_has_ended(tmp_path
     step_recorder.write("another")
     capture = read_capture(folder_of(tmp_path, 1))
     assert (capture.reason, capture.update, capture.own_advantages) == ("a failure", None, None)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def routed_selection(store: RouteStore) -> Selection:
+    """SELECTION with routes of what it learns from in the store."""
+    first, second = GROUP.completions
+    place = store.keep(torch.zeros(len(second.token_ids), 3, 2, dtype=torch.uint8))
+    completions = (first, replace(second, routes_at=(place,)))
+    return Selection([replace(GROUP, completions=completions)], [Chosen((1,))], 1)
+
+
+def test_a_rank_writes_its_routes_before_the_update_and_the_capture_has_them(
+    tmp_path: Path, one_rank: None
+) -> None:
+    store = RouteStore(0)
+    step_recorder = StepRecorder(trainer(tmp_path, Policy()), [1])
+    step_recorder.before_update(0, 1, routed_selection(store), own_advantages=None, routes=store)
+    written = file_entry(route_folder(tmp_path, 0) / route_file(0))
+    step_recorder.after_update(UPDATE)
+    folder = folder_of(tmp_path, 0)
+    assert file_entry(folder / route_file(0)) == written
+    capture = read_capture(folder)
+    assert capture.has_routes and capture.route_files == {route_file(0): written.sha256}
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_routes_that_the_disk_refuses_are_a_warning_and_the_capture_has_none(
+    tmp_path: Path, one_rank: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    (route_folder(tmp_path, 0) / route_file(0)).mkdir(parents=True)
+    store = RouteStore(0)
+    step_recorder = StepRecorder(trainer(tmp_path, Policy()), [1])
+    step_recorder.before_update(0, 1, routed_selection(store), own_advantages=None, routes=store)
+    assert "The routes of step 1 could not be written: rank 0: IsADirectoryError" in caplog.text
+    step_recorder.after_update(UPDATE)
+    folder = folder_of(tmp_path, 0)
+    capture = read_capture(folder)
+    assert capture.update is not None and not capture.has_routes
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
 def test_what_another_rank_has_written_of_the_step_stays_and_an_earlier_starts_does_not(
