@@ -209,8 +209,9 @@ def test_a_run_that_leaves_completions_with_calls_goes_on_bit_by_bit(
         model = make_chat_script_model(place / "chat", positions=2048)
         settings += [f"model.path={model}", *CHAT]
     steps = 4
+    go_on = partial(train, place, steps, *settings)
     whole = place / f"{tool_format}-{tail}"
-    train(place, steps, *settings, folder=whole.name)
+    go_on(folder=whole.name)
     metrics = rows(whole)
     assert len(metrics) == steps and metrics[0][TAILS[tail]] > 0
     assert any(row["tools/calls_per_completion"] > 0 for row in metrics)
@@ -221,7 +222,7 @@ def test_a_run_that_leaves_completions_with_calls_goes_on_bit_by_bit(
     assert all(call.ends_turn == (tool_format == "chat") for call in calls)
     resumed = place / f"{whole.name}-resumed"
     interrupted_after(1, whole, resumed)
-    train(place, steps, *settings, folder=resumed.name)
+    go_on(folder=resumed.name)
     assert rows(resumed) == metrics
     for step in (2, 3, 4):
         assert without_seconds(sampled(resumed, step)) == without_seconds(sampled(whole, step))

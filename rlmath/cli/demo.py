@@ -328,9 +328,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{steps[-1][calls]:.2f} in the last."
         )
     if arguments.algorithm == FEEDBACK:
-        for row, which in ((steps[0], "first"), (steps[-1], "last")):
+        for row, place_of_step in ((steps[0], "first"), (steps[-1], "last")):
             print(
-                f"Right in the {which} step: {row['turns/accuracy_first']:.1%} of first answers, "
+                f"Right in the {place_of_step} step: {row['turns/accuracy_first']:.1%} of first answers, "
                 f"{row['turns/accuracy']:.1%} of last answers."
             )
     good_steps = [row["step"] for row in steps if row["rollout/accuracy"] >= GOOD_ACCURACY]

@@ -64,8 +64,8 @@ class FeedbackTokens:
     def behind(self, prompt: str, text: str) -> ShownOutputs:
         """What stands behind an answer to a prompt: the text, cut where it is too long."""
         chat = self.chat if self.is_chat(prompt) else None
-        shown, left_out = shown_text(text, 0, self._most_characters)
-        outputs = (chat or self.plain).outputs((), [SampledCall("")], [shown])
+        visible, left_out = shown_text(text, 0, self._most_characters)
+        outputs = (chat or self.plain).outputs((), [SampledCall("")], [visible])
         return replace(outputs, are_cut=[left_out > 0 or outputs.are_cut[0]])
 
 

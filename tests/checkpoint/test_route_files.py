@@ -93,13 +93,15 @@ def test_a_hostile_file_is_refused_on_all_ranks(tmp_path: Path, one_rank: None, 
     path = tmp_path / route_file(0)
     path.write_bytes(save(tensors | {"header": np.frombuffer(header, np.uint8)}))
     with pytest.raises(ValueError, match=f"rank 0: {route_file(0)} is damaged"):
-        load_on_all_ranks(RouteStore(0), tmp_path, [RoutesAt(0, 0, tokens=4)], 1, SHAPE)
+        load_on_all_ranks(
+            RouteStore(0), tmp_path, [RoutesAt(0, 0, tokens=4)], world_size=1, shape=SHAPE
+        )
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / route_file(0))
     with pytest.raises(ValueError, match="FIFO"):
-        load_routes(RouteStore(0), tmp_path, [RoutesAt(0, 0, tokens=5)], 1, SHAPE)
+        load_routes(RouteStore(0), tmp_path, [RoutesAt(0, 0, tokens=5)], world_size=1, shape=SHAPE)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])

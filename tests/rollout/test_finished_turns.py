@@ -193,7 +193,7 @@ def test_an_answer_that_one_of_several_rewards_could_not_judge_is_not_called_wro
     reward = RewardConfig(rewards=[f"{name}={tmp_path}/own.py:{name}" for name in names])
     with open_reward_workers(reward) as workers:
         feedback = Feedback(RewardManager(workers, reward, 999), "verdict")
-        completion = Completion(0, (7,), (-1.0,), "7", "stop", 0)
+        completion = Completion(0, (7,), (-1.0,), "7", finish_reason="stop", policy_version=0)
         feedback.ask(PLAIN, completion, (0, 0), turns=["7"])
         outcomes: list[tuple[Key, TurnOutcome]] = []
         while not outcomes:

@@ -459,6 +459,6 @@ def test_with_tools_a_step_tells_how_long_its_engines_only_waited_for_calls(
     tools = ToolsConfig(format="fence" if has_tools else None)
     rollouts = asynchronous(tmp_path, tied_model, connected(ends[0]), tools=tools)
     reports = [report(1.0, 0.5, 100, 0.2), report(4.0, 0.5, 100, 0.2, waiting_seconds=1.75)]
-    engine.send(*(entry.taken for entry in reports), *(done(draw, 0) for draw in range(3)))
+    engine.send(reports[0].taken, reports[1].taken, done(0, 0), done(1, 0), done(2, 0))
     metrics = rollouts.step(0, length_stages(rollouts._config, 5)[0]).metrics
     assert metrics.get("tools/wait_share") == (0.4 if has_tools else None)
