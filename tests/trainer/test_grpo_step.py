@@ -121,8 +121,8 @@ class Parts:
         self.events.append(("commit",))
         return {"prompts/solved": 0.125}
 
-    def before_update(self, *record: Any, own_advantages: Any) -> None:
-        self.events.append(("record", *record, own_advantages))
+    def before_update(self, *record: Any, own_advantages: Any, routes: Any) -> None:
+        self.events.append(("record", *record, own_advantages, routes))
 
     def after_update(self, update: UpdateRecord) -> None:
         self.events.append(("recorded", update is self.update_record))
@@ -190,7 +190,7 @@ def test_a_step_goes_from_the_weights_to_the_update_in_its_order() -> None:
         ("keep", MEASURED),
         ("advantages", rewards_PG, [[4], [10, 10]]),
         ("commit",),
-        ("record", 5, 1, SELECTION, own_advantages),
+        ("record", 5, 1, SELECTION, own_advantages, None),
         ("update", SELECTION.learned, 5, own_advantages, None),
         ("recorded", True),
     ]
