@@ -530,8 +530,9 @@ class EnvironmentConfig:
 
     function: Annotated[str, TakesFunction("environment")] | None = None
     """Function of yours, "package.module:function", or the name of one that is registered, that
-    gets the texts of a completion, the prompt's row and the number of the turn, after every
-    finished turn, and returns the next text, or None where it is over. null: none."""
+    gets the texts of a completion (the model's, and what it was shown), the prompt's row and the
+    number of the turn, after every finished turn, and returns the next text, or None where it is
+    over. null: none."""
     workers: PositiveInt = 4
     """Calls at a time, for each engine."""
     timeout_seconds: Annotated[float, Range(0, 3600, open_low=True)] = 60.0
