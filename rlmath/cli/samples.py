@@ -139,11 +139,12 @@ def format_group(row: dict, title: str) -> str:
         lines.extend(_answer_lines(completion))
         for name, reason in (completion.get("failures") or {}).items():
             lines.extend(_indented(f"{name}: {reason}", "failed    | "))
+        has_feedback = any(call["status"] == "feedback" for call in completion.get("calls") or ())
         for call, text in text_with_outputs(completion):
             if call is None:
                 lines.extend(_indented(text.removesuffix("\n"), "          | "))
             else:
-                label = "feedback" if call["status"] == "feedback" else "output"
+                label = "feedback" if has_feedback else "output"
                 lines.append(f"{label:<10}> {call_facts(call)}")
                 lines.extend(_indented(text.removesuffix("\n"), "          > "))
     return "\n".join(lines) + "\n"

@@ -138,9 +138,10 @@ VERL = {
     ),
     "actor_rollout_ref.rollout.multi_turn.enable": "`tools.format: chat` or `fence`, with "
     "Python as the one tool",
-    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": "`tools.max_calls` = this - 1",
-    "actor_rollout_ref.rollout.multi_turn.max_user_turns": "`tools.max_calls`: outputs are the only "
-    "turns of others",
+    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": "`tools.max_calls` = this - 1; "
+    "without tools `turns.max`",
+    "actor_rollout_ref.rollout.multi_turn.max_user_turns": "`tools.max_calls`; with "
+    "`environment.function` `turns.max` = this + 1",
     "actor_rollout_ref.rollout.multi_turn.max_parallel_calls": f"{NO_KEY}: all calls of a turn run, "
     "in order, and each counts in `tools.max_calls`",
     "actor_rollout_ref.rollout.multi_turn.max_tool_response_length": "`tools.max_output_tokens`, in "

@@ -530,7 +530,7 @@ class EnvironmentConfig:
 
     function: Annotated[str, TakesFunction("environment")] | None = None
     """Function of yours, "package.module:function", or the name of one that is registered, that
-    gets the texts of a completion, the prompt's row and the number of the turn, after every
+    gets the texts of a completion (sampled and shown), the prompt's row and the number of the turn, after every
     finished turn, and returns the next text, or None where it is over. null: none."""
     workers: PositiveInt = 4
     """Calls at a time, for each engine."""

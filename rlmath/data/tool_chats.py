@@ -333,6 +333,10 @@ class _Trial:
 
     insertion = "a call"
     """What changes nothing before it, for errors."""
+    turn_form = "a call"
+    """What a turn holds, for errors."""
+    output = "an output"
+    """What stands behind a turn, for errors."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         """ValueError for a template that does not show the tool."""
@@ -383,7 +387,7 @@ class _Trial:
 
     def _rendered(self, messages: Sequence[Message]) -> str:
         try:
-            return render(messages, self._tokenizer, "a conversation with a call")
+            return render(messages, self._tokenizer, f"a conversation with {self.turn_form}")
         except ValueError as error:
             raise ValueError(f"fails: {str(error).removesuffix(CHANGE).rstrip('; ')}") from error
 
@@ -452,7 +456,7 @@ class _Trial:
         position = text.find(last_code, start)
         end = text.find(self._end, position)
         if position < 0 or end < 0:
-            raise ValueError(f"does not end a turn that calls with {self._end!r}")
+            raise ValueError(f"does not end a turn with {self.turn_form} with {self._end!r}")
         return text[start:end]
 
     def _turn_and_boundary(self, count: int) -> tuple[str, str]:
@@ -467,7 +471,7 @@ class _Trial:
         texts = []
         for mark in marks:
             if mark not in boundary:
-                raise ValueError("leaves the outputs of a turn's calls out")
+                raise ValueError(f"leaves {self.output} behind {self.turn_form} out")
             text, _, boundary = boundary.partition(mark)
             texts.append(text)
         return [*texts, boundary]
@@ -487,9 +491,9 @@ class _Trial:
             return
         earlier, later = _different_texts(before, text)
         raise ValueError(
-            f"changes what stands before {self.insertion}: {earlier!r} becomes {later!r} (thinking that is "
-            "taken out, enable_thinking=false, or a system prompt that the last question alone has), "
-            "and what is sampled cannot be written again"
+            f"changes what stands before {self.insertion}: {earlier!r} becomes {later!r} "
+            "(thinking that is taken out, enable_thinking=false, or a system prompt that the last "
+            "question alone has), and what is sampled cannot be written again"
         )
 
     def _require_appends(self, frame: CallFrame, thought: str) -> None:
@@ -506,7 +510,8 @@ class _Trial:
             self._require_extension(frame, conversation, thought)
         if opened_thinking(frame.tail) != self._opened:
             raise ValueError(
-                f"ends prompts with {self._prompt[-40:]!r}, and outputs with {frame.tail[-40:]!r}, "
+                f"ends prompts with {self._prompt[-40:]!r}, and {self.output} with "
+                f"{frame.tail[-40:]!r}, "
                 "so that thinking is open behind one of them alone"
             )
 
@@ -537,7 +542,7 @@ class _Trial:
             if text != expected:
                 written_text, expected_text = _different_texts(text, expected)
                 raise ValueError(
-                    f"writes {written_text!r} at an output, and {expected_text!r} at another"
+                    f"writes {written_text!r} at {self.output}, and {expected_text!r} at another"
                 )
             before = text
 
@@ -572,6 +577,8 @@ class _FeedbackTrial(_Trial):
     """Conversations with made-up answers, each with a user's turn behind it."""
 
     insertion = "a further question"
+    turn_form = "an answer"
+    output = "a further question"
 
     def _require_tool(self) -> None:
         pass

@@ -224,8 +224,9 @@ def completion_facts(completion: dict) -> str:
     values_text = f" ({', '.join(values)})" if values else ""
     calls = completion.get("calls") or ()
     calls_text = f", {counted(len(calls), 'call')}" if calls else ""
-    if calls and calls[-1]["status"] == "feedback":
-        calls_text = f", answer {len(calls) + 1}"
+    retries = sum(call["status"] == "feedback" for call in calls)
+    if retries:
+        calls_text = f", answer {retries + 1}"
     return (
         f"reward {float(completion['reward']):+g}{values_text}, advantage "
         f"{float(completion['advantage']):+.3f},"

@@ -179,6 +179,13 @@ def test_samples_show_feedback_in_its_place(tmp_path: Path) -> None:
         "          | \\boxed{42}\n" in text
     )
     assert "output    > lost, 2.00 s" in text
+    calls = (CALL, *LOST.calls)
+    lost = ScoredGroup(PROMPT, (replace(LOST, calls=calls),), (WRONG,))
+    SampleWriter(str(tmp_path), 1).write(2, [lost], [[1.0]])
+    ((_, row),) = read_samples(tmp_path / "samples" / "step-000002.jsonl")
+    assert isinstance(row, dict)
+    text = format_group(row, "step-000002")
+    assert "answer 2, lost" in text and "feedback  > lost, 2.00 s" in text
 
 
 PATHS = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
