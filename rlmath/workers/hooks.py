@@ -167,8 +167,8 @@ class Scorer(Protocol):
 class Environment(Protocol):
     """Maps a completion so far, the prompt's row and the number of its turn to what follows.
 
-    The texts are what the model sampled and what the function returned, in turn; the last one is
-    of the turn that has ended, of which the first is number 1. It returns the text that the model
+    The texts are what the model sampled and what it was shown of what the function returned, in
+    turn; the last one is of the turn that has ended, of which the first is number 1. It returns the text that the model
     reads next, or None where the completion is over, and may return figures for the metrics."""
 
     def __call__(
