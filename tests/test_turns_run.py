@@ -5,7 +5,6 @@ something else around it, or does not end."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from tests.forked_ranks import replay, run_ranks
 from tests.programs import TRAIN, metric_rows, rows, small_run
 from tests.selection import matrix
 from tests.test_resume import interrupted_after
+from tests.test_tools_run import problem_rows, sampled
 from tests.tool_models import SIZE, make_answering_model
 
 STEPS = 2
@@ -46,15 +46,6 @@ def hints(texts, row, turn):
 """
 
 
-def problem_rows(first: int, count: int) -> str:
-    """Problems whose answers are 42."""
-    rows = [
-        {"prompt": f"{n}x7:", "task": "math", "query_id": f"q{n}", "solutions": ["\\boxed{42}"]}
-        for n in range(first, first + count)
-    ]
-    return "".join(f"{json.dumps(row)}\n" for row in rows)
-
-
 def train(place: Path, steps: int, more: Sequence[str], folder: str, ranks: int = 1) -> str:
     """What the console said."""
     settings = [
@@ -65,13 +56,6 @@ def train(place: Path, steps: int, more: Sequence[str], folder: str, ranks: int 
         *more,
     ]
     return run_ranks(ranks, [*TRAIN, *settings]).stderr
-
-
-def sampled(folder: Path, step: int) -> list[dict[str, Any]]:
-    """The completions of a step's file of samples."""
-    path = folder / "samples" / f"step-{step:06d}.jsonl"
-    groups = [json.loads(line) for line in path.read_text().splitlines()]
-    return [completion for group in groups for completion in group["completions"]]
 
 
 @pytest.fixture(scope="module")

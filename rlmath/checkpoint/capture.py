@@ -314,9 +314,9 @@ def check_route_files(capture: Capture, rank: int, world_size: int) -> None:
 
     The files are those of routes of what is learned from. They are read whole. ValueError."""
     assert capture.folder is not None, "it was read"
-    places = places_of(part for group in capture.learned for part in group.completions)
-    ranks = {place.rank for place in places if place.rank % world_size == rank}
-    for name in map(route_file, sorted(ranks)):
+    completions = [completion for group in capture.learned for completion in group.completions]
+    ranks = {place.rank for completion in completions for place in completion.routes_at}
+    for name in [route_file(sampler) for sampler in sorted(ranks) if sampler % world_size == rank]:
         path = capture.folder / name
         try:
             require_regular(path)

@@ -17,7 +17,7 @@ from rlmath.algorithms.dynamic_sampling import Chosen, Selection
 from rlmath.algorithms.types import PartialCompletion, Prompt, Score, ScoredGroup
 from rlmath.checkpoint.capture import CapturedMinibatch, folder_of, read_capture, route_folder
 from rlmath.checkpoint.directory import file_entry
-from rlmath.checkpoint.route_files import route_file
+from rlmath.checkpoint.unfinished_groups import route_file
 from rlmath.config.load import config_as_yaml
 from rlmath.config.schema import Config, RunConfig
 from rlmath.data.order import PromptOrder, Rollback
