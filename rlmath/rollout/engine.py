@@ -38,6 +38,7 @@ from rlmath.rollout.engine_adapters import (
 )
 from rlmath.rollout.engine_sleep import EngineMemory, reset_prefix_cache
 from rlmath.rollout.engine_weights import EngineWeights
+from rlmath.rollout.finished_turns import FinishedTurns
 from rlmath.rollout.running_completions import RunningCompletions, Weights
 from rlmath.rollout.sampling import Request
 from rlmath.telemetry.console import route_library_logs
