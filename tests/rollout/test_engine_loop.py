@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +25,16 @@ from rlmath.algorithms.types import (
     ScoredCompletion,
     Segment,
 )
-from rlmath.config.schema import RewardConfig, RolloutConfig, ToolsConfig
+from rlmath.config.schema import (
+    Config,
+    EnvironmentConfig,
+    RewardConfig,
+    RolloutConfig,
+    ToolsConfig,
+    TurnsConfig,
+)
 from rlmath.data.dataset import Inputs
+from rlmath.data.feedback import FeedbackTokens
 from rlmath.data.order import PromptOrder
 from rlmath.data.tool_formats import open_format
 from rlmath.distributed.bridge import Bridge, Mailbox
@@ -47,6 +56,7 @@ from rlmath.rollout.engine_messages import (
     TakeSnapshot,
     WeightsTaken,
 )
+from rlmath.rollout.engine_turns import EngineTurns, open_turns
 from rlmath.rollout.sampling import RolloutSeed, request_seed, training_sampling
 from rlmath.rollout.weight_sync.offer import OfferPlans, WeightReceiver, WeightSender
 from rlmath.rollout.weight_sync.reshard_plan import plan_sync
@@ -79,6 +89,8 @@ ALONE = Mesh(0, 1, 1, 1, engine_size=1)
 """The engines' world where there is one of one rank."""
 PROMPTS = [Prompt(f"q{n}", f"{n}=", PROMPT_IDS, ("\\boxed{1}",), task="math") for n in range(8)]
 REWARD = RewardConfig(workers=1)
+RIGHT = 5.0
+"""The reward of a right answer."""
 
 
 def script(seed: int) -> list[int]:
@@ -196,6 +208,7 @@ def opened(
             mesh: Mesh = ALONE,
             *,
             tools: CalledCompletions | None = None,
+            turns: EngineTurns | None = None,
             scripts: Mapping[int, list[int]] = {},
             **settings: Any,
         ) -> Run:
@@ -240,6 +253,7 @@ def opened(
                     run_seed=RUN_SEED,
                 ),
                 leader=Leader(boxes[1], workers),
+                turns=turns,
             )
             run = Run(
                 boxes[0], sender, llm, loop=loop, threads=threads, arrived=boxes[1].box(Arrived)
@@ -646,3 +660,89 @@ def test_a_completion_that_loses_its_call_ends_and_its_group_is_done(opened: Ope
     assert lost.is_lost and list(lost.token_ids) == CALL_IDS
     assert "killed" in lost.calls[-1].output
     assert list(judged.token_ids) == CALLING and judged.finish_reason == "stop"
+
+
+HINT = "No."
+HINT_IDS = list(FeedbackTokens(TOKENIZER, 64, ["0="]).behind("0=", HINT).token_ids)
+TWICE = [*ANSWERS[0], *HINT_IDS, *ANSWERS[1]]
+"""A wrong answer, what follows it, and a right one."""
+PATIENT = f"""
+import pathlib, time
+
+def hints(texts, row, turn):
+    while not pathlib.Path(__file__).with_name("gate").exists():
+        time.sleep(0.01)
+    return None if turn == 2 else "{HINT}"
+"""
+"""An environment that answers once there is a file."""
+
+
+@pytest.fixture
+def turns(tmp_path: Path) -> Iterator[EngineTurns]:
+    (tmp_path / "own.py").write_text(PATIENT)
+    config = Config(
+        turns=TurnsConfig(discount=0.5),
+        environment=EnvironmentConfig(function=f"{tmp_path}/own.py:hints", workers=1),
+    )
+    engine_turns = open_turns(
+        config,
+        TOKENIZER,
+        ALONE,
+        [prompt.text for prompt in PROMPTS],
+        continues_noise=True,
+        stop_token_ids=(TOKENIZER.eos_token_id,),
+    )
+    assert engine_turns is not None
+    yield engine_turns
+    engine_turns.close()
+
+
+@pytest.mark.parametrize("mode", ["recompute", "keep", "finish"])
+def test_new_weights_and_a_snapshot_come_while_a_turn_waits_for_what_follows(
+    opened: Opened, turns: EngineTurns, tmp_path: Path, mode: str
+) -> None:
+    (seed,) = seeds_of(0, 1)
+    run = opened(
+        turns=turns,
+        scripts={seed: TWICE},
+        on_new_weights=mode,
+        group_size=1,
+        max_new_tokens=LONGEST,
+    )
+
+    def ask() -> None:
+        run.new_weights(4, 2)
+        run.box.send(1, TakeSnapshot())
+
+    run.at_step[LENGTH + 2] = ask
+    run.start(Admit(0, 1, 0))
+    run.await_messages(lambda: bool(run.of(Snapshot)))
+    assert run.versions == ([0] if mode == "finish" else [0, 2])
+    (snapshot,) = run.of(Snapshot)
+    (waited,) = snapshot.samples[0]
+    assert list(waited.token_ids) == ANSWERS[0] and waited.calls == ()
+    (tmp_path / "gate").touch()
+    groups = run.await_groups([0])
+    run.end()
+    (sample,) = groups[0].samples
+    assert list(sample.completion.token_ids) == TWICE
+    last = Segment(LENGTH, 1, 0) if mode == "finish" else Segment(LENGTH, 4, 2)
+    given_segment = Segment(len(HINT_IDS), 1, 0, sampled=False)
+    assert sample.completion.segments == (Segment(LENGTH, 1, 0), given_segment, last)
+    assert sample.completion.retries == 1 and sample.score.correct
+    assert sample.score.reward == RIGHT / 2
+
+
+def test_a_turn_of_an_earlier_start_waits_again(
+    opened: Opened, turns: EngineTurns, tmp_path: Path
+) -> None:
+    (seed,) = seeds_of(5, 1)
+    waited = PartialCompletion(ANSWERS[0], (-1.0,) * LENGTH, (Segment(LENGTH, 0, 0),))
+    run = opened(turns=turns, scripts={seed: TWICE}, group_size=1, max_new_tokens=LONGEST)
+    (tmp_path / "gate").touch()
+    run.start(Continue([UnfinishedGroup(5, 2, (waited,))], 0), Admit(6, 6, 0))
+    groups = run.await_groups([5])
+    run.end()
+    (sample,) = groups[5].samples
+    assert list(sample.completion.token_ids) == TWICE
+    assert [segment.policy_version for segment in sample.completion.segments] == [0, 0, 1]
