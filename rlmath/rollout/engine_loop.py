@@ -159,15 +159,16 @@ class EngineLoop:
         self._sampling = plan.sampling_of_stage[0]
         self._groups: GroupsInFlight | None = None
         """Groups not yet sampled and scored; None on ranks that lead no engine."""
-        judge = None
         if leader is not None:
             discount = 1.0 if turns is None else turns.discount
             self._groups = GroupsInFlight(
                 leader.workers, plan.reward, on_done=self._send, discount=discount
             )
-            judge = RewardManager(leader.workers, plan.reward, self._sampling.max_new_tokens)
         self._turns = None
         if turns is not None:
+            judge = None
+            if leader is not None:
+                judge = RewardManager(leader.workers, plan.reward, self._sampling.max_new_tokens)
             self._turns = turns.of_rollout(self._prompt_of, judge, validates=False)
         self._running = engine.running_completions(
             tokenizer=None if leader is None else collector.tokenizer,
